@@ -1,0 +1,94 @@
+"""How commands speak: one result on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sim.settings import read_settings
+
+__all__ = [
+    "JsonOption",
+    "emit",
+    "emit_text",
+    "logger",
+    "progress",
+    "set_up_logging",
+    "stderr_console",
+    "stdout_console",
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+logger = logging.getLogger("hetlab")
+
+
+def stdout_console() -> Console:
+    """Return a console for results."""
+    return Console(file=sys.stdout, no_color=not read_settings().color, soft_wrap=False)
+
+
+def stderr_console() -> Console:
+    """Return a console for logs, progress and errors."""
+    return Console(file=sys.stderr, no_color=not read_settings().color)
+
+
+def emit(document: object, table_fn: Callable[[Console], None], as_json: bool) -> None:
+    """Print a command's result once, as JSON or as tables.
+
+    Args:
+        document: the whole result; plain data or msgspec structs. NaN and infinities print as null.
+        table_fn: prints the same for people on the console it is given.
+        as_json: True prints ``document`` and calls nothing else.
+    """
+    if as_json:
+        emit_text(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    else:
+        table_fn(stdout_console())
+
+
+def emit_text(text: str) -> None:
+    """Print a text result (a file sent to ``-``, a grid) unchanged, with one final newline."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+
+
+def set_up_logging(level: int = logging.INFO) -> None:
+    """Send the package's log records to stderr from ``level`` upwards."""
+    handler = RichHandler(
+        console=stderr_console(), show_path=False, show_time=False, show_level=True, markup=False
+    )
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr while the body runs; silent when stderr is no terminal.
+
+    Args:
+        description: what is being done. total: how many units of work, None when unknown.
+
+    Yields:
+        A function to call with the number of units just finished.
+    """
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    if total is not None:
+        columns.insert(2, MofNCompleteColumn())
+    console = stderr_console()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done: bar.advance(task, done)
