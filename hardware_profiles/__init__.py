@@ -1,0 +1,24 @@
+"""Data about hardware and models; this module only says where the files are.
+
+    accelerators/  one YAML file per accelerator type
+    links/         one per port, NIC, trunk or WAN route type
+    nodes/         one per host: which accelerators, fabric and NICs it has
+    clusters/      whole clusters; jobs/ has one job file of the same name for each
+    models/        Hugging Face config.json files, with where their sizes were read in sources.yaml
+    defaults.yaml  what stands in for a number that nobody measured
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+__all__ = ["KINDS", "folder"]
+
+KINDS = ("accelerators", "links", "nodes", "clusters", "jobs", "models")
+"""The folders of this package."""
+
+
+def folder(kind: str = "") -> Traversable:
+    """Return the bundled folder of one kind (one of ``KINDS``), or the root for ``""``."""
+    return files(__name__) / kind if kind else files(__name__)

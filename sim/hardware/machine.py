@@ -1,0 +1,155 @@
+"""The resolved machine: chips, nodes, sites and directed links, in SI units.
+
+Built from a cluster document and the profile catalogue (sim.hardware.build); never edited.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Accelerator", "Curve", "Link", "Machine", "Node", "Path"]
+
+Curve = tuple[tuple[float, float], ...]
+"""((nbytes [B], fraction of the nominal rate reached), ...), sorted by size; () means 1 everywhere."""
+
+
+class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
+    """One accelerator type.
+
+    Args:
+        name: profile name. vendor: maker.
+        memory_bytes: [B] physical. memory_bytes_per_s: [B/s] device memory bandwidth.
+        peak_flops_per_s: dtype ("fp32", "tf32", "bf16", "fp16", "fp8") -> dense peak [FLOP/s].
+        gemm_efficiency: large-product efficiency e0 against the peak (0..1).
+        gemm_half: products reach e0 / ((1 + half/m)(1 + half/n)(1 + half/k)).
+        attention_efficiency: share of the peak reached by the fused attention core.
+        memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
+        kernel_overhead_s: [s] fixed cost per kernel-sized piece of work, per block and pass.
+        compute_slowdown: factor >= 1 on compute while communication runs on the same chip.
+        comm_slowdown: factor >= 1 on communication while compute runs on the same chip.
+        async_compute: False where compute blocks the issuer (CPU tensors).
+        context_bytes: [B] taken by driver, context and communication library.
+        allocator_gap: share of allocated memory the allocator reserves on top.
+        price_per_s: [USD/s] per chip, 0 when unknown.
+        calibrated: False when no efficiency number of this chip was measured.
+        sources: field -> where it was found.
+    """
+
+    name: str
+    vendor: str = ""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    peak_flops_per_s: dict[str, float]
+    gemm_efficiency: float = 0.7
+    gemm_half: float = 64.0
+    attention_efficiency: float = 0.5
+    memory_efficiency: float = 0.8
+    kernel_overhead_s: float = 10e-6
+    compute_slowdown: float = 1.0
+    comm_slowdown: float = 1.0
+    async_compute: bool = True
+    context_bytes: float = 1e9
+    allocator_gap: float = 0.04
+    price_per_s: float = 0.0
+    calibrated: bool = False
+    sources: dict[str, str] = {}
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """A directed link (one direction of a port, NIC, trunk or WAN route).
+
+    Args:
+        name: unique in the machine, e.g. "node3/nic0/out".
+        rate: [B/s] nominal, one direction. latency: [s] added once per message crossing it.
+        curve: size dependence of the reached rate.
+        flow_cap: [B/s] most that one flow gets (window / RTT); 0 means no cap.
+        price_per_byte: [USD/B] egress price.
+        kind: "fabric", "pcie", "nic", "uplink" or "wan".
+    """
+
+    name: str
+    rate: float
+    latency: float = 0.0
+    curve: Curve = ()
+    flow_cap: float = 0.0
+    price_per_byte: float = 0.0
+    kind: str = "nic"
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """One host with its accelerators.
+
+    Args:
+        index: position in Machine.nodes. profile: node profile name. site: site name.
+        island: name of the fast-connected part (one switch fabric) it belongs to.
+        accelerator: accelerator name. chips: (first, last + 1) chip indices.
+        fabric_rate: [B/s] per chip and direction inside the node. fabric_latency: [s].
+        nics: number of NICs. nic_rate: [B/s] per NIC and direction. nic_latency: [s].
+        chip_nic: affine NIC of each local chip.
+        nonaffine_rate: [B/s] most that a flow gets through a NIC its chip is not affine to; 0 means
+            no such cap.
+        host_memory_bytes: [B]. pcie_rate: [B/s] host link per direction and chip.
+        first_link: index in Machine.links of this node's links, which lie together in the order
+            chip 0 out, chip 0 in, chip 1 out, ..., NIC 0 out, NIC 0 in, ...
+    """
+
+    index: int
+    profile: str
+    site: str
+    island: str
+    accelerator: str
+    chips: tuple[int, int]
+    fabric_rate: float
+    fabric_latency: float = 0.0
+    fabric_curve: Curve = ()
+    nics: int = 1
+    nic_rate: float = 0.0
+    nic_latency: float = 0.0
+    nic_curve: Curve = ()
+    chip_nic: tuple[int, ...] = ()
+    nonaffine_rate: float = 0.0
+    host_memory_bytes: float = 0.0
+    pcie_rate: float = 0.0
+    first_link: int = 0
+
+
+class Path(msgspec.Struct, frozen=True):
+    """How bytes go from one chip to another.
+
+    Args:
+        links: indices into Machine.links, in order.
+        latency: [s] sum over the links. rate: [B/s] smallest nominal rate and flow cap on the way.
+        curve: size curve of the slowest link.
+        price_per_byte: [USD/B] summed.
+    """
+
+    links: tuple[int, ...]
+    latency: float
+    rate: float
+    curve: Curve = ()
+    price_per_byte: float = 0.0
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved cluster.
+
+    Args:
+        name: for people.
+        accelerators: name -> type.
+        nodes: in document order; chips are numbered node by node.
+        links: all directed links.
+        routes: (site or island pair) -> link indices between their switches, see sim.hardware.route.
+        assumptions: what had to be assumed, in words (stand-ins, guessed latencies ...).
+    """
+
+    name: str
+    accelerators: dict[str, Accelerator]
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    routes: dict[str, tuple[int, ...]] = {}
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def num_chips(self) -> int:
+        """Number of accelerators in the machine."""
+        return self.nodes[-1].chips[1] if self.nodes else 0

@@ -1,0 +1,1 @@
+"""hetlab package: sim/report."""
