@@ -1,0 +1,42 @@
+"""What every node of an op graph costs: seconds, or flows on shared links."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FlowSpec", "Prices"]
+
+
+class FlowSpec(msgspec.Struct, frozen=True):
+    """One fluid flow of a node (a folded node's flow stands for several equal ones).
+
+    Args:
+        links: (link index, number of member flows that cross it). nbytes: [B] of one member flow.
+        cap: [B/s] most one member flow gets.
+    """
+
+    links: tuple[tuple[int, int], ...]
+    nbytes: float
+    cap: float = float("inf")
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices of a graph's nodes.
+
+    Args:
+        seconds: [s] per node; for a node with flows, the fixed part before they start.
+        flows: node -> flows that run at once; the node ends when all have.
+        link_rates: [B/s] per link index. link_names: per link index.
+        nbytes: [B] per node, for reports. flops: [FLOP] per node.
+        wires: node -> link indices its formula-priced bytes cross, for the link report.
+    """
+
+    seconds: NDArray[np.float64]
+    flows: dict[int, tuple[FlowSpec, ...]] = {}
+    link_rates: tuple[float, ...] = ()
+    link_names: tuple[str, ...] = ()
+    nbytes: NDArray[np.float64] | None = None
+    flops: NDArray[np.float64] | None = None
+    wires: dict[int, tuple[int, ...]] = {}

@@ -1,0 +1,127 @@
+"""PlanDraft: an unfinished plan as plain data, one frozen record of knobs per axis.
+
+Strategies compose by returning a new draft; ``import``, ``validate`` and ``calibrate`` fill one
+without importing a strategy. sim.plan.lower turns a draft into a Plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sim.errors import InputError
+from sim.plan.placement import Recompute
+from sim.plan.plan import Call, Table
+
+__all__ = [
+    "CellKnobs", "DataKnobs", "ExpertKnobs", "PipelineKnobs", "PlanDraft", "TensorKnobs", "split_layers",
+]
+
+
+class CellKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of one cell.
+
+    Args:
+        stage, replica: where it is in the grid.
+        chips: chip indices in the machine, tensor-parallel index fastest; len == tp * cp.
+        tp, cp: sizes. recompute: what F keeps. offload: what the host keeps.
+    """
+
+    stage: int
+    replica: int
+    chips: tuple[int, ...]
+    tp: int = 1
+    cp: int = 1
+    recompute: Recompute = "none"
+    offload: str = ""
+
+
+class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the pipeline axis.
+
+    Args:
+        schedule: name in sim.plan.schedules.SCHEDULES. chunks: virtual stages per position.
+        cuts: block index where each virtual stage starts, and the number of blocks at the end;
+            length number of virtual stages + 1; () for one stage with everything.
+        microbatch: [sequences].
+        buffers: receive buffers per directed rank pair, 0 for rendezvous.
+        split_backward: B as I then W, the send of the input gradient between them (H2's overlap).
+        blocking_sends: compute waits for its own sends.
+    """
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    cuts: tuple[int, ...] = ()
+    microbatch: int = 1
+    buffers: int = 2
+    split_backward: bool = False
+    blocking_sends: bool = False
+
+
+class DataKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the data axis.
+
+    Args:
+        microbatches: of each replica. zero: 0, or 1 for sharded optimizer states.
+    """
+
+    microbatches: tuple[int, ...] = (1,)
+    zero: int = 0
+
+
+class TensorKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the tensor axis: ``sequence_parallel`` splits the rest of the activations too."""
+
+    sequence_parallel: bool = False
+
+
+class ExpertKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the expert axis: ``ep`` consecutive replicas share the experts of a stage."""
+
+    ep: int = 1
+
+
+class PlanDraft(msgspec.Struct, frozen=True, kw_only=True):
+    """An unfinished plan.
+
+    Args:
+        name: for people. cells: the grid.
+        pipeline, data, tensor, expert: knobs per axis.
+        exact: False when the mathematics changes; ``reason`` says how.
+        passes: further lowering passes, after the built-in ones.
+        tables: late amounts. barrier: BARRIER ends each step.
+        assumptions: in words. knobs: what each strategy chose, for the report.
+    """
+
+    name: str = ""
+    cells: tuple[CellKnobs, ...] = ()
+    pipeline: PipelineKnobs = PipelineKnobs()
+    data: DataKnobs = DataKnobs()
+    tensor: TensorKnobs = TensorKnobs()
+    expert: ExpertKnobs = ExpertKnobs()
+    exact: bool = True
+    reason: str = ""
+    passes: tuple[Call, ...] = ()
+    tables: dict[str, Table] = {}
+    barrier: bool = True
+    assumptions: tuple[str, ...] = ()
+    knobs: dict[str, Any] = {}
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, as equal as possible, the larger shares first; no layer is ever dropped.
+
+    >>> split_layers(30, 4)
+    (8, 8, 7, 7)
+
+    Raises:
+        InputError: fewer layers than stages.
+    """
+    if num_stages < 1 or num_layers < num_stages:
+        raise InputError(
+            "every stage needs at least one layer", key="pp",
+            found=f"{num_layers} layers on {num_stages} stages", expected=f"at most {num_layers} stages",
+        )
+    base, more = divmod(num_layers, num_stages)
+    return tuple(base + (i < more) for i in range(num_stages))

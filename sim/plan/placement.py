@@ -1,0 +1,277 @@
+"""Placement: cells, segments and boundaries, and the groups and pieces derived from them.
+
+A cell (stage, replica) is an ordered list of ranks with its own accelerator type, tp and cp.
+All replicas have the same stages and segments. Nothing here knows programs or time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sim.errors import PlanError
+
+__all__ = [
+    "Boundary", "Cell", "Group", "Piece", "Placement", "Segment",
+    "derive_groups", "is_mesh", "pieces", "print_grid",
+]
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that run one pipeline position of one replica.
+
+    Args:
+        stage: pipeline position (0-based). replica: data-parallel replica.
+        ranks: members; tensor-parallel index varies fastest, then context-parallel.
+        accelerator: profile name. tp, cp: sizes; len(ranks) == tp * cp.
+        recompute: what F keeps. offload: what the host keeps ("" for nothing).
+    """
+
+    stage: int
+    replica: int
+    ranks: tuple[int, ...]
+    accelerator: str = ""
+    tp: int = 1
+    cp: int = 1
+    recompute: Recompute = "none"
+    offload: str = ""
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of blocks that is scheduled as one.
+
+    Args:
+        name: label in programs; "" when a virtual stage is one segment.
+        stage: virtual stage. cell: pipeline position that hosts it.
+        blocks: (first, last + 1) indices into the model's blocks.
+    """
+
+    name: str = ""
+    stage: int
+    cell: int
+    blocks: tuple[int, int] = (0, 0)
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """Edges of the model that cross from one virtual stage to another.
+
+    Args:
+        name: label of the transfer, "" on a chain. src, dst: virtual stages.
+        elements: per token. gradient: False when nothing flows back.
+    """
+
+    name: str = ""
+    src: int
+    dst: int
+    elements: int = 0
+    gradient: bool = True
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything sits.
+
+    Args:
+        cells: in order of stage, then replica.
+        segments: in order of virtual stage. boundaries: what crosses.
+        chips: chip index in the machine of each rank; () means rank r sits on chip r.
+        microbatches: of each replica.
+        ep: expert-parallel size (a group of ep consecutive replicas of a stage, times tp).
+        extra_ranks: ranks outside any cell (a parameter server).
+    """
+
+    cells: tuple[Cell, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    chips: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
+    ep: int = 1
+    extra_ranks: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return sum(len(c.ranks) for c in self.cells) + len(self.extra_ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline positions."""
+        return 1 + max((c.stage for c in self.cells), default=-1)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of data-parallel replicas."""
+        return 1 + max((c.replica for c in self.cells), default=-1)
+
+    def cell(self, stage: int, replica: int) -> Cell:
+        """The cell at (stage, replica).
+
+        Raises:
+            KeyError: there is none.
+        """
+        for cell in self.cells:
+            if cell.stage == stage and cell.replica == replica:
+                return cell
+        raise KeyError((stage, replica))
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A collective's members.
+
+    Args:
+        role: "tp", "cp", "dp" (gradients), "ep" (tokens to experts), "edp" (gradients of experts)
+            or "world".
+        ranks: ordered members.
+        stage: pipeline position, -1 for the world.
+        shard: (first, last + 1) of the fine shards this group reduces, of ``shards`` ("dp" only).
+        shards: number of fine shards of the stage.
+    """
+
+    role: str
+    ranks: tuple[int, ...]
+    stage: int = -1
+    shard: tuple[int, int] = (0, 1)
+    shards: int = 1
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One piece of a boundary transfer.
+
+    Args:
+        src, dst: ranks. interval: byte interval as (start, stop) fractions of the tensor, exact
+            as integers over ``of``.
+    """
+
+    src: int
+    dst: int
+    start: int
+    stop: int
+    of: int
+
+
+def pieces(producer: Cell, consumer: Cell) -> tuple[Piece, ...]:
+    """Cut one boundary tensor into max(t_s, t_r) equal pieces (topology-aware resharding).
+
+    Piece p goes from the sender's rank floor(p * t_s / n) to the receiver's floor(p * t_r / n),
+    so the tensor crosses the wire once and is fanned out inside the receiver (H2, specs section
+    2.5). Context-parallel ranks are paired index by index and each pair cuts its own share.
+
+    Raises:
+        PlanError: context-parallel sizes differ.
+    """
+    if producer.cp != consumer.cp:
+        raise PlanError(
+            f"stages {producer.stage} and {consumer.stage} have different context parallelism",
+            found=f"cp {producer.cp} and {consumer.cp}", expected="equal cp",
+        )
+    n = max(producer.tp, consumer.tp)
+    found = []
+    for c in range(producer.cp):
+        for p in range(n):
+            src = producer.ranks[c * producer.tp + p * producer.tp // n]
+            dst = consumer.ranks[c * consumer.tp + p * consumer.tp // n]
+            of = n * producer.cp
+            found.append(Piece(src, dst, c * n + p, c * n + p + 1, of))
+    return tuple(found)
+
+
+def derive_groups(placement: Placement) -> tuple[Group, ...]:
+    """All groups, in the one global creation order: stage by stage tp, cp, ep, dp; then the world.
+
+    Raises:
+        PlanError: the tp sizes of a stage's replicas do not divide one another, or ep does not
+            divide the number of replicas.
+    """
+    found: list[Group] = []
+    for stage in range(placement.num_stages):
+        cells = [c for c in placement.cells if c.stage == stage]
+        for cell in cells:
+            for c in range(cell.cp):
+                if cell.tp > 1:
+                    found.append(Group("tp", cell.ranks[c * cell.tp : (c + 1) * cell.tp], stage))
+            if cell.cp > 1:
+                found.extend(Group("cp", cell.ranks[t :: cell.tp], stage) for t in range(cell.tp))
+        found.extend(_ep_groups(placement, stage, cells))
+        found.extend(_dp_groups(stage, cells))
+    everyone = tuple(r for c in placement.cells for r in c.ranks) + placement.extra_ranks
+    if len(everyone) > 1:
+        found.append(Group("world", tuple(sorted(everyone))))
+    return tuple(found)
+
+
+def _ep_groups(placement: Placement, stage: int, cells: list[Cell]) -> list[Group]:
+    ep = placement.ep
+    if ep == 1:
+        return []
+    if len(cells) % ep:
+        raise PlanError(
+            f"expert parallelism does not divide the replicas of stage {stage}",
+            key="ep", found=str(ep), expected=f"a divisor of {len(cells)}",
+        )
+    if len({c.tp * c.cp for c in cells}) > 1:
+        raise PlanError(f"expert parallelism needs equal cells in stage {stage}", key="ep")
+    size = len(cells[0].ranks)
+    found = [
+        Group("ep", tuple(c.ranks[t] for c in cells[first : first + ep]), stage)
+        for first in range(0, len(cells), ep)
+        for t in range(size)
+    ]
+    if len(cells) > ep:
+        found += [
+            Group("edp", tuple(c.ranks[t] for c in cells[e::ep]), stage)
+            for e in range(ep)
+            for t in range(size)
+        ]
+    return found
+
+
+def _dp_groups(stage: int, cells: list[Cell]) -> list[Group]:
+    """One group per shard interval: the one rank of every replica that owns it, cp ranks included."""
+    if not cells or (len(cells) == 1 and cells[0].cp == 1):
+        return []
+    sizes = sorted({c.tp for c in cells})
+    for small, large in zip(sizes, sizes[1:], strict=False):
+        if large % small:
+            raise PlanError(
+                f"tp sizes of the replicas of stage {stage} do not divide one another",
+                key="tp", found=" and ".join(map(str, sizes)), expected="sizes that divide, e.g. 2 and 4",
+            )
+    n = sizes[-1]
+    return [
+        Group(
+            "dp",
+            tuple(c.ranks[k * c.tp + i * c.tp // n] for c in cells for k in range(c.cp)),
+            stage, (i, i + 1), n,
+        )
+        for i in range(n)
+    ]
+
+
+def is_mesh(placement: Placement) -> bool:
+    """True when all cells are equal, so that the plan prints as a mesh and becomes a DeviceMesh."""
+    return len({(c.tp, c.cp, len(c.ranks)) for c in placement.cells}) == 1
+
+
+def print_grid(placement: Placement) -> str:
+    """The placement as text: one line per stage, runs of equal replicas folded."""
+    lines = []
+    if is_mesh(placement):
+        c = placement.cells[0]
+        axes = f"pp={placement.num_stages} dp={placement.num_replicas} cp={c.cp} tp={c.tp}"
+        lines.append(f"mesh {axes}" + (f" ep={placement.ep}" if placement.ep > 1 else ""))
+    for stage in range(placement.num_stages):
+        runs: list[tuple[str, int]] = []
+        for cell in placement.cells:
+            if cell.stage != stage:
+                continue
+            text = f"{cell.accelerator or 'chip'} tp{cell.tp}"
+            text += f" cp{cell.cp}" if cell.cp > 1 else ""
+            text += f" {cell.recompute}" if cell.recompute != "none" else ""
+            if runs and runs[-1][0] == text:
+                runs[-1] = (text, runs[-1][1] + 1)
+            else:
+                runs.append((text, 1))
+        lines.append(f"stage {stage}: " + " + ".join(f"{n} x {t}" if n > 1 else t for t, n in runs))
+    return "\n".join(lines)
