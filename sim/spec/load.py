@@ -1,0 +1,321 @@
+"""Files people write -> validated documents; every error names file, line and key.
+
+YAML 1.2 through ruamel's round-trip loader (it knows the line of each key), so that ``989e12`` is a
+number, ``on`` is text, and nothing but plain data can come out: tags are refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from sim.errors import InputError, UsageError
+from sim.spec.fields import Doc
+
+__all__ = [
+    "MAX_FILE_BYTES",
+    "MAX_NODES",
+    "Source",
+    "apply_overrides",
+    "parse_text",
+    "read_source",
+    "validate",
+]
+
+MAX_FILE_BYTES = 8 * 2**20
+MAX_NODES = 500_000
+"""Most values one document may expand to; stops alias bombs."""
+
+_TYPE_NAMES = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "key: value lines",
+    "model_type": "key: value lines",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+}
+
+Key = tuple[str | int, ...]
+D = TypeVar("D", bound=Doc)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Plain data read from a file, and where each value stood.
+
+    Args:
+        data: dicts, lists and scalars. file: path or "". lines: key path -> 1-based line.
+    """
+
+    data: Any
+    file: str = ""
+    lines: dict[Key, int] = {}
+
+    def line(self, key: Key) -> int:
+        """Return the line of a key, or of the nearest parent that has one; 0 when unknown."""
+        for end in range(len(key), -1, -1):
+            if key[:end] in self.lines:
+                return self.lines[key[:end]]
+        return 0
+
+
+def read_source(path: str | Path) -> Source:
+    """Read a YAML or JSON file as plain data.
+
+    Raises:
+        InputError: missing, too large, not UTF-8, not YAML, duplicate keys, tags.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(
+                f"file of {file.stat().st_size} bytes",
+                file=str(path),
+                expected=f"at most {MAX_FILE_BYTES} bytes",
+            )
+        text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read it: {error.strerror}", file=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text at byte {error.start}", file=str(path)) from None
+    return parse_text(text, str(path))
+
+
+def parse_text(text: str, file: str = "") -> Source:
+    """Parse YAML 1.2 (or JSON, when ``file`` ends with .json) to plain data with lines.
+
+    Raises:
+        InputError: not parseable, duplicate keys, tags, or no mapping at the top.
+    """
+    if file.endswith(".json"):
+        source = Source(_parse_json(text, file), file)
+    else:
+        lines: dict[Key, int] = {}
+        data = _plain(_parse_yaml(text, file), (), lines, file, iter(range(MAX_NODES)))
+        source = Source(data, file, lines)
+    if not isinstance(source.data, dict):
+        raise InputError(
+            "not a mapping",
+            file=file,
+            line=1,
+            found=type(source.data).__name__ if source.data is not None else "an empty file",
+            expected="key: value lines",
+        )
+    return source
+
+
+def apply_overrides(source: Source, overrides: Sequence[str]) -> Source:
+    """Set values by dotted path, as ``--set job.global_batch=512`` does.
+
+    A number is an index into a list. The text after ``=`` is read as YAML; missing mappings on the
+    way are created, so that validation, not this function, names an unknown key.
+
+    Args:
+        source: left unchanged. overrides: "path=value" texts, applied in order.
+
+    Raises:
+        UsageError: no "=", or an empty path. InputError: the path goes through a scalar or past the
+            end of a list.
+    """
+    data = _copy(source.data)
+    lines = dict(source.lines)
+    for text in overrides:
+        path, sign, value = text.partition("=")
+        if not sign or not path.strip() or not all(path.split(".")):
+            raise UsageError(f"--set {text}: expected path=value, e.g. global_batch=512")
+        parsed = _plain(
+            _parse_yaml(value, f"--set {path}"), (), {}, f"--set {path}", iter(range(MAX_NODES))
+        )
+        _assign(data, path.split("."), parsed, text)
+        lines[tuple(int(p) if p.isdigit() else p for p in path.split("."))] = 0
+    return Source(data, source.file, lines)
+
+
+def validate(kind: type[D], source: Source) -> D:
+    """Turn plain data into a document.
+
+    Raises:
+        InputError: the first problem in file order, with the number of further ones.
+    """
+    try:
+        return kind.model_validate(source.data)
+    except ValidationError as error:
+        problems = [_to_input_error(e, source) for e in _leaves(error.errors(include_url=False))]
+    problems.sort(key=lambda p: p.line)
+    first = problems[0]
+    if len(problems) > 1:
+        more = f"{first.message} (and {len(problems) - 1} more)"
+        first = InputError(more, first.file, first.line, first.key, first.found, first.expected)
+    raise first
+
+
+def _parse_yaml(text: str, file: str) -> Any:
+    yaml = YAML(typ="rt")
+    yaml.allow_duplicate_keys = False
+    try:
+        return yaml.load(text)
+    except DuplicateKeyError as error:
+        _refuse_mark(error, str(error.problem).split(" with value")[0], file)
+    except MarkedYAMLError as error:
+        _refuse_mark(error, f"not valid YAML: {error.problem or error.context}", file)
+    except (YAMLError, ValueError) as error:
+        raise InputError(f"not valid YAML: {error}", file=file) from None
+
+
+def _refuse_mark(error: MarkedYAMLError, message: str, file: str) -> NoReturn:
+    mark = error.problem_mark or error.context_mark
+    raise InputError(message, file=file, line=mark.line + 1 if mark else 0) from None
+
+
+def _parse_json(text: str, file: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise InputError(f'found duplicate key "{key}"', file=file, key=key)
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not valid JSON: {error.msg}", file=file, line=error.lineno) from None
+    except RecursionError:
+        raise InputError("not valid JSON: nested too deeply", file=file) from None
+
+
+def _plain(
+    node: Any, key: Key, lines: dict[Key, int], file: str, budget: Iterator[int]
+) -> dict[str, Any] | list[Any] | str | int | float | bool | None:
+    """Copy ruamel's objects to plain data and note the line of every key."""
+    if next(budget, None) is None:
+        raise InputError(f"more than {MAX_NODES} values", file=file, expected="fewer aliases")
+    if isinstance(node, (CommentedMap, CommentedSeq, TaggedScalar)):
+        tag = node.tag.value if node.tag is not None else None
+        if tag is not None:
+            _refuse_tag(str(tag), key, lines, file)
+    if isinstance(node, CommentedMap):
+        own = node.lc.data or {}
+        for name in node:
+            if not isinstance(name, str):
+                raise InputError(
+                    "a key that is not text",
+                    file=file,
+                    line=own[name][0] + 1 if name in own else 0,
+                    key=_dotted(key),
+                    found=repr(name),
+                    expected=f'"{name}" in quotes',
+                )
+            if name in own:
+                lines[(*key, name)] = own[name][0] + 1
+        return {name: _plain(v, (*key, name), lines, file, budget) for name, v in node.items()}
+    if isinstance(node, CommentedSeq):
+        for index, where in (node.lc.data or {}).items():
+            lines[(*key, index)] = where[0] + 1
+        return [_plain(v, (*key, i), lines, file, budget) for i, v in enumerate(node)]
+    return _scalar(node)
+
+
+def _refuse_tag(tag: str, key: Key, lines: dict[Key, int], file: str) -> NoReturn:
+    raise InputError(
+        "tags are not allowed",
+        file=file,
+        line=Source(None, file, lines).line(key),
+        key=_dotted(key),
+        found=tag,
+        expected="plain data",
+    )
+
+
+def _scalar(node: Any) -> str | int | float | bool | None:
+    if node is None or isinstance(node, bool):
+        return node
+    if isinstance(node, (datetime.date, datetime.datetime)):
+        return node.isoformat()
+    for plain in (int, float, str):
+        if isinstance(node, plain):
+            return plain(node)
+    return str(node)
+
+
+def _copy(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _copy(v) for k, v in data.items()}
+    return [_copy(v) for v in data] if isinstance(data, list) else data
+
+
+def _assign(data: Any, path: list[str], value: Any, text: str) -> None:
+    here = data
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        where: Any = part
+        if isinstance(here, list):
+            if not part.isdigit() or int(part) >= len(here):
+                raise InputError(
+                    "no such list entry",
+                    file=f"--set {text}",
+                    key=".".join(path[: depth + 1]),
+                    expected=f"an index from 0 to {len(here) - 1}",
+                )
+            where = int(part)
+        elif not isinstance(here, dict):
+            raise InputError(
+                "the path goes through a value",
+                file=f"--set {text}",
+                key=".".join(path[:depth]),
+                found=str(here),
+            )
+        if last:
+            here[where] = value
+        else:
+            if isinstance(here, dict) and here.get(where) is None:
+                here[where] = {}
+            here = here[where]
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)
+
+
+def _leaves(errors: list[Any]) -> list[Any]:
+    """Drop what only follows from a problem further down, e.g. a list left empty by a bad entry."""
+    keys = [tuple(e["loc"]) for e in errors]
+    return [
+        e
+        for e, key in zip(errors, keys, strict=True)
+        if not any(len(other) > len(key) and other[: len(key)] == key for other in keys)
+    ]
+
+
+def _to_input_error(error: Any, source: Source) -> InputError:
+    context = error.get("ctx", {})
+    key = tuple(error["loc"])
+    found = error["input"]
+    if error["type"] == "unknown_key":
+        key, found = (*key, context["key"]), ""
+    message, expected = error["msg"], str(context.get("expected", ""))
+    if error["type"] == "missing":
+        message, found = "a required key is missing", ""
+    elif error["type"] == "literal_error":
+        message = "not one of the choices"
+    elif error["type"] == "too_short":
+        message, expected = "too few entries", f"at least {context['min_length']}"
+    elif error["type"] in _TYPE_NAMES:
+        message, expected = "wrong type", _TYPE_NAMES[error["type"]]
+    return InputError(message, source.file, source.line(key), _dotted(key), _shown(found), expected)
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, (dict, list, tuple)):
+        return "" if found else type(found).__name__
+    return str(found)[:80]

@@ -1,0 +1,287 @@
+"""Profile documents: accelerators, links and nodes, every number with where it comes from.
+
+A number is written bare (``memory: 80 GiB``) or with its origin (``memory: {value: 80 GiB, source:
+..., confidence: high, evidence: found}``). Bare numbers inherit the document's ``source``,
+``confidence`` and ``evidence``. Field meanings are those of sim.hardware.machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from sim.errors import InputError
+from sim.spec.fields import (
+    Bytes,
+    Confidence,
+    Count,
+    Doc,
+    Dtype,
+    Evidence,
+    Fraction,
+    Stated,
+    StatedBytes,
+    StatedFactor,
+    StatedFlopRate,
+    StatedFraction,
+    StatedPricePerByte,
+    StatedPriceRate,
+    StatedRate,
+    StatedSeconds,
+)
+
+__all__ = [
+    "AcceleratorDoc",
+    "AcceleratorNumbers",
+    "CurvePoint",
+    "LinkDoc",
+    "LinkNumbers",
+    "NicsDoc",
+    "NodeDoc",
+    "NodeNumbers",
+    "Origin",
+    "PcieDoc",
+    "missing_sources",
+    "require_sources",
+    "stated_numbers",
+]
+
+Duplex = Literal["full", "half"]
+LinkKind = Literal["fabric", "pcie", "nic", "uplink", "wan"]
+
+
+class Origin(Doc):
+    """Where a profile comes from.
+
+    Args:
+        source: default source of the numbers below. confidence, evidence: likewise.
+        date: when the numbers were read or measured. notes: for people.
+        stands_in_for: undisclosed part this profile is used in place of, or "".
+    """
+
+    source: str = ""
+    confidence: Confidence | None = None
+    evidence: Evidence | None = None
+    date: str = ""
+    notes: tuple[str, ...] = ()
+    stands_in_for: str = ""
+
+
+class AcceleratorNumbers(Doc):
+    """The numbers of an accelerator, all optional: what a cluster file may override."""
+
+    memory: StatedBytes | None = None
+    memory_bandwidth: StatedRate | None = None
+    peaks: dict[Dtype, StatedFlopRate] | None = None
+    gemm_efficiency: StatedFraction | None = None
+    gemm_half: StatedFactor | None = None
+    attention_efficiency: StatedFraction | None = None
+    memory_efficiency: StatedFraction | None = None
+    kernel_overhead: StatedSeconds | None = None
+    compute_slowdown: StatedFactor | None = None
+    comm_slowdown: StatedFactor | None = None
+    async_compute: bool | None = None
+    context: StatedBytes | None = None
+    allocator_gap: StatedFraction | None = None
+    price: StatedPriceRate | None = None
+    calibrated: bool | None = None
+
+    @field_validator(
+        "gemm_efficiency", "attention_efficiency", "memory_efficiency", "allocator_gap"
+    )
+    @classmethod
+    def _at_most_one(cls, number: Stated | None) -> Stated | None:
+        if number is not None and number.value > 1:
+            raise PydanticCustomError(
+                "share", "a share above 1", {"expected": "0..1, or a percentage up to 100 %"}
+            )
+        return number
+
+    @field_validator("compute_slowdown", "comm_slowdown")
+    @classmethod
+    def _at_least_one(cls, number: Stated | None) -> Stated | None:
+        if number is not None and number.value < 1:
+            raise PydanticCustomError(
+                "factor", "a slowdown below 1", {"expected": "a factor of at least 1"}
+            )
+        return number
+
+
+class AcceleratorDoc(Origin, AcceleratorNumbers):
+    """One accelerator type; memory, its bandwidth and at least one dense peak are required."""
+
+    name: str = Field(min_length=1)
+    vendor: str = ""
+    sparse: bool = False
+    memory: StatedBytes
+    memory_bandwidth: StatedRate
+    peaks: dict[Dtype, StatedFlopRate] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _dense(self) -> AcceleratorDoc:
+        if self.sparse:
+            raise PydanticCustomError(
+                "sparse_peak",
+                "peaks are dense peaks",
+                {"expected": "no sparse: true, and the dense figures"},
+            )
+        return self
+
+
+class CurvePoint(Doc):
+    """One point of a link's size curve. Args: size [B], fraction of the nominal rate reached."""
+
+    size: Bytes
+    fraction: Fraction = Field(gt=0, le=1)
+
+
+class LinkNumbers(Doc):
+    """The numbers of a link, all optional: what a cluster file may override.
+
+    Args:
+        rate: [B/s] one direction. latency: [s] per message.
+        curve: reached share of the rate by message size.
+        flow_cap: [B/s] most that one flow gets. price: [USD/B] egress.
+        duplex: "half" when both directions share the rate. kind: what it is.
+    """
+
+    rate: StatedRate | None = None
+    latency: StatedSeconds | None = None
+    curve: tuple[CurvePoint, ...] = ()
+    flow_cap: StatedRate | None = None
+    price: StatedPricePerByte | None = None
+    duplex: Duplex | None = None
+    kind: LinkKind | None = None
+
+    @field_validator("curve")
+    @classmethod
+    def _sorted(cls, curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
+        sizes = [point.size for point in curve]
+        if sizes != sorted(set(sizes)):
+            raise PydanticCustomError(
+                "curve", "sizes do not grow", {"expected": "points in strictly growing size"}
+            )
+        return curve
+
+
+class LinkDoc(Origin, LinkNumbers):
+    """One link type; its rate is required."""
+
+    name: str = Field(min_length=1)
+    rate: StatedRate
+
+
+def _profile_or_numbers(value: Any) -> Any:
+    return {"profile": value} if isinstance(value, str) else value
+
+
+class LinkUse(LinkNumbers):
+    """A link as a node or site uses it: a profile's name, numbers, or a profile with overrides."""
+
+    profile: str = ""
+
+    @model_validator(mode="after")
+    def _something(self) -> LinkUse:
+        if not self.profile and self.rate is None:
+            raise PydanticCustomError(
+                "link", "neither a profile nor a rate", {"expected": "profile: NAME, or rate: ..."}
+            )
+        return self
+
+
+LinkRef = Annotated[LinkUse, BeforeValidator(_profile_or_numbers)]
+
+
+class NicsDoc(LinkUse):
+    """The NICs of a node.
+
+    Args:
+        count: number of NICs. affinity: NIC index of each chip; () spreads the chips evenly.
+        nonaffine_rate: [B/s] most that a flow gets through a NIC its chip is not affine to.
+    """
+
+    count: Count = Field(default=1, ge=0)
+    affinity: tuple[int, ...] = ()
+    nonaffine_rate: StatedRate | None = None
+
+    @model_validator(mode="after")
+    def _existing(self) -> NicsDoc:
+        if any(not 0 <= nic < self.count for nic in self.affinity):
+            raise PydanticCustomError(
+                "affinity",
+                "affinity names a NIC that is not there",
+                {"expected": f"indices from 0 to {self.count - 1}"},
+            )
+        return self
+
+
+class PcieDoc(Doc):
+    """The link between host memory and each chip. Args: rate [B/s] per direction and chip."""
+
+    rate: StatedRate
+
+
+class NodeNumbers(Doc):
+    """What a node consists of, all optional: what a cluster file may override or write inline.
+
+    Args:
+        accelerator: profile name. chips: accelerators per node.
+        fabric: link between the chips of a node, per chip and direction.
+        nics: network cards. host_memory: [B]. pcie: link to host memory.
+    """
+
+    accelerator: str | None = None
+    chips: Count | None = Field(default=None, ge=1)
+    fabric: LinkRef | None = None
+    nics: NicsDoc | None = None
+    host_memory: StatedBytes | None = None
+    pcie: PcieDoc | None = None
+
+
+class NodeDoc(Origin, NodeNumbers):
+    """One node type; its accelerator and number of chips are required."""
+
+    name: str = Field(min_length=1)
+    accelerator: str
+    chips: Count = Field(ge=1)
+
+
+def stated_numbers(doc: Doc, prefix: str = "") -> Iterator[tuple[str, Stated]]:
+    """Yield (dotted key, number) for every number with an origin in a document."""
+    for name in type(doc).model_fields:
+        value = getattr(doc, name)
+        key = f"{prefix}{name}"
+        if isinstance(value, Stated):
+            yield key, value
+        elif isinstance(value, Doc):
+            yield from stated_numbers(value, key + ".")
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{k}", v) for k, v in value.items() if isinstance(v, Stated))
+
+
+def missing_sources(doc: Origin) -> tuple[str, ...]:
+    """Return the keys whose number has no source or confidence of its own nor from the document."""
+    return tuple(
+        key
+        for key, number in stated_numbers(doc)
+        if not (number.source or doc.source) or not (number.confidence or doc.confidence)
+    )
+
+
+def require_sources(doc: Origin, file: str = "") -> None:
+    """Refuse a profile in which some number has no origin; bundled profiles must pass.
+
+    Raises:
+        InputError: names the first number without a source or a confidence.
+    """
+    missing = missing_sources(doc)
+    if missing:
+        raise InputError(
+            "a number without source or confidence",
+            file=file,
+            key=missing[0],
+            expected="source and confidence on the number or on the document",
+        )
