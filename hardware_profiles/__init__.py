@@ -1,11 +1,11 @@
 """Data about hardware and models; this module only says where the files are.
 
-    accelerators/  one YAML file per accelerator type
-    links/         one per port, NIC, trunk or WAN route type
-    nodes/         one per host: which accelerators, fabric and NICs it has
-    clusters/      whole clusters; jobs/ has one job file of the same name for each
-    models/        Hugging Face config.json files, with where their sizes were read in sources.yaml
-    defaults.yaml  what stands in for a number that nobody measured
+* ``accelerators/``: one YAML file per accelerator type
+* ``links/``: one per port, NIC, trunk or WAN route type
+* ``nodes/``: one per host: which accelerators, fabric and NICs it has
+* ``clusters/``: whole clusters; jobs/ has one job file of the same name for each
+* ``models/``: Hugging Face config.json files, with where their sizes were read in sources.yaml
+* ``defaults.yaml``: what stands in for a number that nobody measured
 """
 
 from __future__ import annotations

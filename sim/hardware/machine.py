@@ -10,7 +10,7 @@ import msgspec
 __all__ = ["Accelerator", "Curve", "Link", "Machine", "Node", "Path"]
 
 Curve = tuple[tuple[float, float], ...]
-"""((nbytes [B], fraction of the nominal rate reached), ...), sorted by size; () means 1 everywhere."""
+"""((nbytes [B], fraction of the nominal rate reached), ...), by size; () means 1 everywhere."""
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +89,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         nonaffine_rate: [B/s] most that a flow gets through a NIC its chip is not affine to; 0 means
             no such cap.
         host_memory_bytes: [B]. pcie_rate: [B/s] host link per direction and chip.
-        first_link: index in Machine.links of this node's links, which lie together in the order
-            chip 0 out, chip 0 in, chip 1 out, ..., NIC 0 out, NIC 0 in, ...
+        chip_links: (out, in) indices in Machine.links of each local chip's fabric port; equal where
+            the port is half duplex; () in a node of one chip without a fabric.
+        nic_links: (out, in) indices of each NIC, likewise.
     """
 
     index: int
@@ -110,7 +111,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     nonaffine_rate: float = 0.0
     host_memory_bytes: float = 0.0
     pcie_rate: float = 0.0
-    first_link: int = 0
+    chip_links: tuple[tuple[int, int], ...] = ()
+    nic_links: tuple[tuple[int, int], ...] = ()
 
 
 class Path(msgspec.Struct, frozen=True):
@@ -138,7 +140,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         accelerators: name -> type.
         nodes: in document order; chips are numbered node by node.
         links: all directed links.
-        routes: (site or island pair) -> link indices between their switches, see sim.hardware.route.
+        routes: "islandA>islandB" -> link indices between their switches, see sim.hardware.route.
         assumptions: what had to be assumed, in words (stand-ins, guessed latencies ...).
     """
 

@@ -1,0 +1,167 @@
+"""Find profiles by name: the cluster file's own, then user directories, then the bundled ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import hardware_profiles
+from sim.errors import InputError
+from sim.spec.cluster import ClusterDoc, ProfilesDoc
+from sim.spec.load import read_source, validate
+from sim.spec.profiles import AcceleratorDoc, AcceleratorNumbers, LinkDoc, NodeDoc, Origin
+
+__all__ = ["Catalog", "DefaultsDoc", "ProfileKind", "bundled_catalog", "bundled_directory"]
+
+ProfileKind = Literal["accelerators", "links", "nodes", "clusters"]
+NamedDoc = AcceleratorDoc | LinkDoc | NodeDoc | ClusterDoc
+D = TypeVar("D", AcceleratorDoc, LinkDoc, NodeDoc, ClusterDoc)
+
+_SPARSE = 1.9
+"""A peak this many times the bundled dense one is the figure with structured sparsity (2x)."""
+
+
+class DefaultsDoc(Origin, AcceleratorNumbers):
+    """Numbers used where an accelerator profile has none (hardware_profiles/defaults.yaml)."""
+
+
+def bundled_directory() -> Path:
+    """Return the directory of the profiles that come with hetlab."""
+    return Path(str(hardware_profiles.folder()))
+
+
+class Catalog:
+    """Profiles by kind and name; every file is read at most once.
+
+    A directory holds ``accelerators/``, ``links/``, ``nodes/`` and ``clusters/``, each with one
+    file ``NAME.yaml`` per profile; the profile's ``name`` equals the file's.
+
+    Args:
+        directories: the user's own, searched in this order before the bundled one.
+    """
+
+    def __init__(self, directories: Sequence[str | Path] = ()) -> None:
+        self._roots = (*(Path(d) for d in directories), bundled_directory())
+        for root in self._roots:
+            if not root.is_dir():
+                raise InputError("no such directory of profiles", file=str(root))
+        self._cache: dict[tuple[str, str], NamedDoc] = {}
+        self._inline: ProfilesDoc = ProfilesDoc()
+        self._defaults: DefaultsDoc | None = None
+
+    def extended(self, profiles: ProfilesDoc) -> Catalog:
+        """Return a catalogue in which a cluster file's own profiles come first."""
+        other = Catalog(self._roots[:-1])
+        other._cache = self._cache
+        other._inline = profiles
+        for own in profiles.accelerators:
+            self._refuse_sparse(own, f"profiles.accelerators ({own.name})")
+        return other
+
+    def names(self, kind: ProfileKind) -> tuple[str, ...]:
+        """Return the names of all profiles of a kind, sorted."""
+        found = {p.stem for root in self._roots for p in (root / kind).glob("*.yaml")}
+        return tuple(sorted(found | {doc.name for doc in self._own(kind)}))
+
+    def accelerator(self, name: str) -> AcceleratorDoc:
+        """Return an accelerator profile. Raises InputError: unknown name, wrong file."""
+        return self._get(AcceleratorDoc, "accelerators", name)
+
+    def link(self, name: str) -> LinkDoc:
+        """Return a link profile. Raises InputError: unknown name, wrong file."""
+        return self._get(LinkDoc, "links", name)
+
+    def node(self, name: str) -> NodeDoc:
+        """Return a node profile. Raises InputError: unknown name, wrong file."""
+        return self._get(NodeDoc, "nodes", name)
+
+    def cluster(self, name: str) -> ClusterDoc:
+        """Return a cluster of the catalogue. Raises InputError: unknown name, wrong file."""
+        return self._get(ClusterDoc, "clusters", name)
+
+    def defaults(self) -> DefaultsDoc:
+        """Return the numbers that stand in for what a profile does not give."""
+        if self._defaults is None:
+            path = next(p for r in self._roots if (p := r / "defaults.yaml").is_file())
+            self._defaults = validate(DefaultsDoc, read_source(path))
+        return self._defaults
+
+    def _own(self, kind: ProfileKind) -> Iterable[AcceleratorDoc | LinkDoc | NodeDoc]:
+        if kind == "accelerators":
+            return self._inline.accelerators
+        if kind == "links":
+            return self._inline.links
+        return self._inline.nodes if kind == "nodes" else ()
+
+    def _get(self, doc_type: type[D], kind: ProfileKind, name: str) -> D:
+        for own in self._own(kind):
+            if own.name == name and isinstance(own, doc_type):
+                return own
+        cached = self._cache.get((kind, name))
+        if isinstance(cached, doc_type):
+            return cached
+        doc = self._read(doc_type, kind, name)
+        self._cache[kind, name] = doc
+        return doc
+
+    def _read(self, doc_type: type[D], kind: ProfileKind, name: str) -> D:
+        # Compared with the listing, not joined to a path: a name cannot lead out of the directory.
+        for root in self._roots:
+            file = next((p for p in (root / kind).glob("*.yaml") if p.stem == name), None)
+            if file is None:
+                continue
+            source = read_source(file)
+            doc = validate(doc_type, source)
+            if doc.name != name:
+                raise InputError(
+                    "a profile is named like its file",
+                    file=str(file),
+                    line=source.line(("name",)),
+                    key="name",
+                    found=doc.name,
+                    expected=name,
+                )
+            if isinstance(doc, AcceleratorDoc) and root != self._roots[-1]:
+                self._refuse_sparse(doc, str(file))
+            return doc
+        raise self._unknown(kind, name)
+
+    def _refuse_sparse(self, doc: AcceleratorDoc, where: str) -> None:
+        """Refuse a user's profile of a bundled accelerator whose peak is the sparse figure."""
+        if not (self._roots[-1] / "accelerators" / f"{Path(doc.name).name}.yaml").is_file():
+            return
+        bundled = Catalog().accelerator(Path(doc.name).name)
+        for dtype, peak in doc.peaks.items():
+            dense = bundled.peaks.get(dtype)
+            if dense is not None and peak.value >= _SPARSE * dense.value:
+                raise InputError(
+                    "this peak counts structured sparsity; peaks are dense peaks",
+                    file=where,
+                    key=f"peaks.{dtype}",
+                    found=f"{peak.value / 1e12:g} TFLOP/s",
+                    expected=f"about {dense.value / 1e12:g} TFLOP/s",
+                )
+
+    def _unknown(self, kind: ProfileKind, name: str) -> InputError:
+        names = self.names(kind)
+        lowered = {n.lower(): n for n in names}
+        close = [
+            lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+        ]
+        close += [n for n in names if name and name.lower() in n.lower() and n not in close]
+        hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
+        return InputError(
+            f"no profile {name} among the {kind}{hint}",
+            key=kind,
+            found=name,
+            expected="one of " + ", ".join(names),
+        )
+
+
+@lru_cache(maxsize=1)
+def bundled_catalog() -> Catalog:
+    """Return the catalogue of the bundled profiles, shared because files are read once."""
+    return Catalog()
