@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,15 +19,15 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from sim.errors import InputError, UsageError
+from sim.errors import InputError
 from sim.spec.fields import Doc
 
 __all__ = [
     "MAX_FILE_BYTES",
     "MAX_NODES",
     "Source",
-    "apply_overrides",
     "parse_text",
+    "parse_value",
     "read_source",
     "validate",
 ]
@@ -114,31 +114,16 @@ def parse_text(text: str, file: str = "") -> Source:
     return source
 
 
-def apply_overrides(source: Source, overrides: Sequence[str]) -> Source:
-    """Set values by dotted path, as ``--set job.global_batch=512`` does.
-
-    A number is an index into a list. The text after ``=`` is read as YAML; missing mappings on the
-    way are created, so that validation, not this function, names an unknown key.
+def parse_value(text: str, name: str) -> Any:
+    """Parse one YAML value given on the command line.
 
     Args:
-        source: left unchanged. overrides: "path=value" texts, applied in order.
+        text: the value. name: what to call it in an error.
 
     Raises:
-        UsageError: no "=", or an empty path. InputError: the path goes through a scalar or past the
-            end of a list.
+        InputError: not parseable, tags.
     """
-    data = _copy(source.data)
-    lines = dict(source.lines)
-    for text in overrides:
-        path, sign, value = text.partition("=")
-        if not sign or not path.strip() or not all(path.split(".")):
-            raise UsageError(f"--set {text}: expected path=value, e.g. global_batch=512")
-        parsed = _plain(
-            _parse_yaml(value, f"--set {path}"), (), {}, f"--set {path}", iter(range(MAX_NODES))
-        )
-        _assign(data, path.split("."), parsed, text)
-        lines[tuple(int(p) if p.isdigit() else p for p in path.split("."))] = 0
-    return Source(data, source.file, lines)
+    return _plain(_parse_yaml(text, name), (), {}, name, iter(range(MAX_NODES)))
 
 
 def validate(kind: type[D], source: Source) -> D:
@@ -246,41 +231,6 @@ def _scalar(node: Any) -> str | int | float | bool | None:
         if isinstance(node, plain):
             return plain(node)
     return str(node)
-
-
-def _copy(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {k: _copy(v) for k, v in data.items()}
-    return [_copy(v) for v in data] if isinstance(data, list) else data
-
-
-def _assign(data: Any, path: list[str], value: Any, text: str) -> None:
-    here = data
-    for depth, part in enumerate(path):
-        last = depth == len(path) - 1
-        where: Any = part
-        if isinstance(here, list):
-            if not part.isdigit() or int(part) >= len(here):
-                raise InputError(
-                    "no such list entry",
-                    file=f"--set {text}",
-                    key=".".join(path[: depth + 1]),
-                    expected=f"an index from 0 to {len(here) - 1}",
-                )
-            where = int(part)
-        elif not isinstance(here, dict):
-            raise InputError(
-                "the path goes through a value",
-                file=f"--set {text}",
-                key=".".join(path[:depth]),
-                found=str(here),
-            )
-        if last:
-            here[where] = value
-        else:
-            if isinstance(here, dict) and here.get(where) is None:
-                here[where] = {}
-            here = here[where]
 
 
 def _dotted(key: Key) -> str:
