@@ -3,7 +3,8 @@
 * ``accelerators/``: one YAML file per accelerator type
 * ``links/``: one per port, NIC, trunk or WAN route type
 * ``nodes/``: one per host: which accelerators, fabric and NICs it has
-* ``clusters/``: whole clusters; jobs/ has one job file of the same name for each
+* ``clusters/``: whole clusters
+* ``jobs/``: a job for each cluster, of the same name
 * ``models/``: Hugging Face config.json files, with where their sizes were read in sources.yaml
 * ``defaults.yaml``: what stands in for a number that nobody measured
 """

@@ -56,6 +56,7 @@ class Catalog:
         """Return a catalogue in which a cluster file's own profiles come first."""
         other = Catalog(self._roots[:-1])
         other._cache = self._cache
+        other._defaults = self.defaults()
         other._inline = profiles
         for own in profiles.accelerators:
             self._refuse_sparse(own, f"profiles.accelerators ({own.name})")
@@ -148,10 +149,13 @@ class Catalog:
     def _unknown(self, kind: ProfileKind, name: str) -> InputError:
         names = self.names(kind)
         lowered = {n.lower(): n for n in names}
-        close = [
-            lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+        asked = name.lower()
+        close = [n for low, n in lowered.items() if asked and low.startswith(asked)]
+        close += [
+            lowered[low] for low in difflib.get_close_matches(asked, lowered, n=3, cutoff=0.5)
         ]
-        close += [n for n in names if name and name.lower() in n.lower() and n not in close]
+        close += [n for low, n in lowered.items() if asked and asked in low]
+        close = list(dict.fromkeys(close))
         hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         return InputError(
             f"no profile {name} among the {kind}{hint}",

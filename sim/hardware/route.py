@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def island_routes(
         found = nx.single_source_dijkstra_path(graph, start)
         for other, end in enter.items():
             if end in found:
-                steps = zip(found[end], found[end][1:], strict=False)
+                steps = pairwise(found[end])
                 indices = (graph.edges[step]["index"] for step in steps)
                 routes[route_key(island, other)] = tuple(i for i in indices if i is not None)
     return routes
