@@ -8,6 +8,7 @@ the clock. So the number of events follows the number of decisions, not of ops.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
@@ -188,7 +189,7 @@ class Execution:
         self._pick(stream)
 
     def _pick(self, stream: int) -> None:
-        """The stream is free and all completions of this instant are in: the smallest key starts."""
+        """The stream is free, all completions of the instant are in: the smallest key starts."""
         queue = self._queues.get(stream)
         if not queue or self._busy.get(stream, False):
             return
@@ -213,21 +214,33 @@ class Execution:
 
     def _outcome(self) -> Outcome:
         graph = self.graph
-        start, end = np.array(self.start), np.array(self.end)
+        n = graph.num_nodes
+        start, end = np.array(self.start[:n]), np.array(self.end[:n])
         ready = np.zeros(graph.num_nodes)
         np.maximum.at(ready, graph.dep_dst, end[graph.dep_src])
         unfinished = np.flatnonzero(~np.isfinite(end))
-        if len(unfinished) and not any(np.isfinite(start[unfinished])) and np.isfinite(end[np.isfinite(start)]).all():
+        if (
+            len(unfinished)
+            and not any(np.isfinite(start[unfinished]))
+            and np.isfinite(end[np.isfinite(start)]).all()
+        ):
             names = ", ".join(graph.label(int(i)) for i in unfinished[:3])
-            raise SimulationError(f"{len(unfinished)} ops wait for one another and never start: {names}")
-        finished = end[np.isfinite(end)]
+            raise SimulationError(
+                f"{len(unfinished)} ops wait for one another and never start: {names}"
+            )
+        everything = np.array(self.end)
+        finished = everything[np.isfinite(everything)]
         uses = self.network.use() if self.prices.link_rates else ()
         return Outcome(
-            ready=ready, start=start, end=end,
+            ready=ready,
+            start=start,
+            end=end,
             makespan=float(finished.max()) if len(finished) else 0.0,
             events=self.kernel.events,
-            flow_changes=2 * self.network.tiers.flows, solves=self.network.tiers.instants,
-            link_bytes=tuple(u.nbytes for u in uses), link_busy=tuple(u.busy_s for u in uses),
+            flow_changes=2 * self.network.tiers.flows,
+            solves=self.network.tiers.instants,
+            link_bytes=tuple(u.nbytes for u in uses),
+            link_busy=tuple(u.busy_s for u in uses),
             unfinished=tuple(unfinished.tolist()),
         )
 
@@ -237,7 +250,7 @@ def _successors(src: NDArray[np.int64], dst: NDArray[np.int64], n: int) -> list[
     order = np.lexsort((dst, src))
     targets = dst[order].tolist()
     bounds = np.searchsorted(src[order], np.arange(n + 1)).tolist()
-    return [tuple(targets[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(targets[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def execute(graph: OpGraph, prices: Prices) -> Outcome:

@@ -13,18 +13,65 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
+import msgspec
+
 from sim.engine.kernel import URGENT, Kernel
 
-__all__ = ["DONE", "SAME_TIME", "Flow", "Link", "Path", "by_number"]
+__all__ = [
+    "DONE",
+    "SAME_TIME",
+    "Flow",
+    "Link",
+    "LinkUse",
+    "Path",
+    "PathSpec",
+    "Tiers",
+    "make_path",
+]
 
-#: A flow is finished with less than this part of its bytes left: far above the rounding of a sum,
-#: far below what any result shows. It lets flows that end together end in one instant.
+#: A flow is finished with less than this part of its bytes left: far above rounding, far below what
+#: a result shows. It lets flows that end together end in one instant.
 DONE = 1e-12
 #: Two times are one instant when they differ by less than this part of the clock.
 SAME_TIME = 1e-14
-#: A pool is counted from zero again when its service exceeds the next flow by this factor, so that
-#: the bytes of a small flow are not lost in a large sum.
+#: A pool counts from zero again when its service exceeds the next flow's bytes by this factor.
 _REBASE = 32.0
+
+
+class LinkUse(msgspec.Struct, frozen=True):
+    """What one link did.
+
+    Attributes:
+        index: the link's number. nbytes [B]: carried, over all members of all flows.
+        busy_s [s]: time during which anything moved on the link.
+    """
+
+    index: int
+    nbytes: float
+    busy_s: float
+
+
+class Tiers(msgspec.Struct):
+    """How the flow changes (starts, finishes, changes of cap or capacity) were priced.
+
+    Attributes:
+        flows: flows started.
+        instants: solve events; each prices all general changes of one instant.
+        private: components of a single flow priced in closed form.
+        pooled: starts and finishes priced by virtual time on a single link.
+        general: components of two or more flows filled from scratch.
+        general_flows: flows in those components, summed over the solves.
+        grown, grown_flows: the same for large components, solved around the change only.
+    """
+
+    flows: int = 0
+    instants: int = 0
+    private: int = 0
+    pooled: int = 0
+    general: int = 0
+    general_flows: int = 0
+    grown: int = 0
+    grown_flows: int = 0
 
 
 class Link:
@@ -43,14 +90,14 @@ class Link:
         armed [s]: when the earliest of the queue is next looked at, by ``on_due``.
         changes: starts and finishes priced while pooled.
         dirty: the network will solve the link's component at the end of this instant.
-        held: completions are being announced; the rate is set once, after the last.
-        unfilled, want, used, seen: scratch of :func:`reach` and :func:`fill`.
+        held: completions are being announced; the rate is set after the last.
+        want, used, seen: scratch of :func:`reach` and :func:`fill`.
     """
 
     __slots__ = (
         "armed", "busy", "cap", "capacity", "carried", "changes", "dirty", "flows", "held", "index",
         "kernel", "load", "members", "on_due", "pooled", "queue", "rate", "seen", "service",
-        "since", "unfilled", "used", "want",
+        "since", "used", "want",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, index: int, capacity: float) -> None:
@@ -68,7 +115,7 @@ class Link:
         self.cap = self.armed = inf
         self.changes = 0
         self.on_due = self._finish
-        self.unfilled = self.seen = 0
+        self.seen = 0
         self.want: float = 0
         self.used = 0.0
 
@@ -141,7 +188,7 @@ class Link:
             finished.append(flow)
         self.changes += len(finished)
         self.held = True
-        for flow in finished if len(finished) < 2 else sorted(finished, key=by_number):
+        for flow in sorted(finished):
             flow.on_done(now)
         self.held = False
         if self.pooled:
@@ -178,11 +225,30 @@ class Link:
         self.pooled = False
 
 
+PathSpec = tuple[int, ...] | tuple[tuple[int, float], ...]
 Path = tuple[tuple[Link, float], ...]
 
 
+def make_path(links: list[Link], spec: PathSpec, weight: float) -> Path:
+    """Return each link of a path, by number, with the members that cross it.
+
+    Raises:
+        ValueError: a weight is not a positive whole number.
+        IndexError: a link the network does not have.
+    """
+    members: dict[int, float] = {}
+    for entry in spec:
+        index, share = entry if isinstance(entry, tuple) else (entry, weight)
+        if not 0 < share < inf or share != int(share):  # sums of whole numbers are exact
+            raise ValueError(f"weight {share} on link {index} is not a positive whole number")
+        if not 0 <= index < len(links):
+            raise IndexError(f"link {index} of a network with {len(links)} links")
+        members[index] = members.get(index, 0) + share
+    return tuple((links[index], count) for index, count in sorted(members.items()))
+
+
 class Flow:
-    """Bytes on their way along a path; made by ``Network.start``, compared by identity.
+    """Bytes on their way along a path; made by ``Network.start``, ordered by start.
 
     Attributes:
         id: its number in order of start.
@@ -220,6 +286,9 @@ class Flow:
         self.version = self.seen = 0
         self.done = False
 
+    def __lt__(self, other: Flow) -> bool:
+        return self.id < other.id
+
     def left_at(self, now: float) -> float:
         """Return what a member has left [B]; 0 when it is due at this very instant.
 
@@ -228,8 +297,3 @@ class Flow:
         """
         left = self.left - self.rate * (now - self.since)
         return left if left > DONE * self.nbytes + self.rate * now * SAME_TIME else 0.0
-
-
-def by_number(flow: Flow) -> int:
-    """Order of announcement among completions of one instant."""
-    return flow.id

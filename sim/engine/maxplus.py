@@ -2,7 +2,7 @@
 
 Start of a node = max over finish -> start edges of the source's end and over start -> start edges
 of the source's start; end = start + seconds. Equal to the event engine when contention, overlap
-slow-down and priorities are off (Baccelli et al. 1992, chapter 2: event graphs are max-plus linear).
+slow-down and priorities are off (Baccelli et al. 1992, chapter 2: event graphs are linear there).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def levels(graph: OpGraph) -> list[Ints]:
     front = np.flatnonzero(need == 0)
     while len(front):
         found.append(front)
-        hit = np.concatenate([targets[bounds[k] : bounds[k + 1]] for k in front]) if len(front) else front
+        hit = (
+            np.concatenate([targets[bounds[k] : bounds[k + 1]] for k in front])
+            if len(front)
+            else front
+        )
         np.subtract.at(need, hit, 1)
         front = np.unique(hit[need[hit] == 0]) if len(hit) else hit
     return found
@@ -81,7 +85,12 @@ def longest_path(graph: OpGraph, seconds: Floats) -> tuple[Floats, Floats]:
         rank[level] = i
     start = np.zeros(np.shape(seconds))
     end = start.copy()
-    finish = np.stack([np.concatenate([graph.dep_src, graph.order_src]), np.concatenate([graph.dep_dst, graph.order_dst])])
+    finish = np.stack(
+        [
+            np.concatenate([graph.dep_src, graph.order_src]),
+            np.concatenate([graph.dep_dst, graph.order_dst]),
+        ]
+    )
     finish = finish[:, np.argsort(rank[finish[1]], kind="stable")]
     gate = np.stack([graph.gate_src, graph.gate_dst])
     gate = gate[:, np.argsort(rank[gate[1]], kind="stable")]

@@ -1,17 +1,15 @@
 """The network as fluid flows: an event happens only when a rate changes.
 
-Three tiers, chosen per change and counted in ``Network.tiers``:
+Four tiers, chosen per change and counted in ``Network.tiers``:
 
 * *private*: nobody shares a link with the flow: its rate is the smallest of cap and capacities;
 * *pooled*: flows that use one and the same link only, with equal caps, share it equally. The link
-  keeps one number, the service a member has received, and a flow is finished when that number has
-  grown by its bytes. A start or finish costs O(log n) and recomputes nothing (virtual time, as in
-  fair queueing; Parekh and Gallager, IEEE/ACM ToN 1(3), 1993);
-* *general*: the flows that are connected through shared links are filled from scratch.
+  counts what a member receives, and nothing is computed anew (virtual time, ``sim.engine.link``);
+* *general*: the flows that are connected through shared links are filled from scratch;
+* *grown*: more than some hundred connected flows are solved around the change only.
 
-All changes of one instant are priced by one solve, at priority ``SOLVE``: after every completion
-and start of the instant. Only links whose set of flows changed, and what they connect to, are
-touched. Completions wait in one heap in which a change of rate voids earlier entries by version.
+All general changes of one instant are priced by one solve, after every completion and start of
+it. Completions wait in one heap; a change of rate voids a flow's earlier entries by version.
 """
 
 from __future__ import annotations
@@ -20,47 +18,26 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
 
-import msgspec
+from msgspec.structs import replace
 
 from sim.engine.kernel import SOLVE, URGENT, Kernel
-from sim.engine.link import DONE, SAME_TIME, Flow, Link, Path, by_number
-from sim.engine.sharing import fill, reach
+from sim.engine.link import (
+    DONE,
+    SAME_TIME,
+    Flow,
+    Link,
+    LinkUse,
+    Path,
+    PathSpec,
+    Tiers,
+    make_path,
+)
+from sim.engine.sharing import fill, grow, reach
 
 __all__ = ["LinkUse", "Network", "Tiers"]
 
-
-class LinkUse(msgspec.Struct, frozen=True):
-    """What one link did.
-
-    Attributes:
-        index: the link's number.
-        nbytes [B]: bytes carried, over all members of all flows.
-        busy_s [s]: time during which anything moved on the link.
-    """
-
-    index: int
-    nbytes: float
-    busy_s: float
-
-
-class Tiers(msgspec.Struct):
-    """How the flow changes (starts, finishes, changes of cap or capacity) were priced.
-
-    Attributes:
-        flows: flows started.
-        instants: solve events; each prices all general changes of one instant.
-        private: components of a single flow priced in closed form.
-        pooled: starts and finishes priced by virtual time on a single link.
-        general: components of two or more flows filled from scratch.
-        general_flows: flows in those components, summed over the solves.
-    """
-
-    flows: int = 0
-    instants: int = 0
-    private: int = 0
-    pooled: int = 0
-    general: int = 0
-    general_flows: int = 0
+#: Flows in a component up to which solving all of it is cheaper than growing from the change.
+_SMALL = 256
 
 
 class Network:
@@ -80,8 +57,9 @@ class Network:
         self._links = [
             Link(kernel, index, _capacity(index, rate)) for index, rate in enumerate(capacities)
         ]
-        self._paths: dict[tuple[object, float], Path] = {}
+        self._paths: dict[tuple[PathSpec, float], Path] = {}
         self._dirty: list[Link] = []
+        self._small = _SMALL
         self._finish: list[tuple[float, int, int, Flow]] = []
         self._limit = 1024
         self._armed = inf
@@ -89,7 +67,7 @@ class Network:
 
     def start(
         self,
-        links: tuple[int, ...] | tuple[tuple[int, float], ...],
+        links: PathSpec,
         nbytes: float,
         on_done: Callable[[float], None],
         weight: float = 1,
@@ -111,13 +89,13 @@ class Network:
             cap [B/s]: the most one member moves (window over round trip, endpoint rate).
 
         Raises:
-            ValueError: negative or non-finite ``nbytes``, negative ``cap``, a weight that is not
-                positive.
+            ValueError: negative or non-finite ``nbytes``, negative ``cap``, a weight that is not a
+                positive whole number.
             IndexError: a link the network does not have.
         """
         path = self._paths.get((links, weight))
         if path is None:
-            path = self._paths[links, weight] = self._path(links, weight)
+            path = self._paths[links, weight] = make_path(self._links, links, weight)
         if not (0.0 < nbytes < inf and cap >= 0.0):
             _check_flow(nbytes, cap)
         kernel, counts = self.kernel, self._counts
@@ -196,24 +174,13 @@ class Network:
     def tiers(self) -> Tiers:
         """How the changes so far were priced."""
         pooled = sum(link.changes for link in self._links)
-        return msgspec.structs.replace(self._counts, pooled=pooled)
+        return replace(self._counts, pooled=pooled)
 
     def use(self) -> list[LinkUse]:
         """Return what each link has carried until now, by link number."""
         for link in self._links:
             link.advance(self.kernel._now)
         return [LinkUse(link.index, link.carried, link.busy) for link in self._links]
-
-    def _path(self, links: tuple[int, ...] | tuple[tuple[int, float], ...], weight: float) -> Path:
-        members: dict[int, float] = {}
-        for entry in links:
-            index, share = entry if isinstance(entry, tuple) else (entry, weight)
-            if not 0 < share < inf:
-                raise ValueError(f"weight {share} on link {index} is not a positive number")
-            if not 0 <= index < len(self._links):
-                raise IndexError(f"link {index} of a network with {len(self._links)} links")
-            members[index] = members.get(index, 0) + share
-        return tuple((self._links[index], count) for index, count in sorted(members.items()))
 
     def _touch(self, link: Link) -> None:
         """Have the link's component solved at the end of this instant."""
@@ -228,29 +195,44 @@ class Network:
         dirty, self._dirty = self._dirty, []
         tiers.instants += 1
         before = self._mark
+        large: list[Link] = []
+        in_large: set[int] = set()
         for seed in dirty:
             seed.dirty = False
             if seed.pooled or seed.seen > before:
+                if seed.seen in in_large:
+                    large.append(seed)
                 continue
             self._mark += 1
-            links, flows = reach(seed, self._mark)
+            links, flows = reach(seed, self._mark, self._small)
             if len(links) == 1 and (not flows or all(f.cap == flows[0].cap for f in flows)):
                 seed.advance(now)
                 seed.pool(flows, now)
-                continue
-            fill(links, flows)
-            if len(flows) == 1:
-                tiers.private += 1
+            elif len(flows) > self._small:
+                in_large.add(self._mark)
+                large.append(seed)
             else:
-                tiers.general += 1
-                tiers.general_flows += len(flows)
-            for link in links:
-                link.advance(now)
-                link.load = link.used
-            for flow in flows:
-                if abs(flow.share - flow.rate) > DONE * flow.share or flow.left == 0.0:
-                    self._reprice(flow, flow.share, now)
+                fill(links, flows)
+                if len(flows) == 1:
+                    tiers.private += 1
+                else:
+                    tiers.general += 1
+                    tiers.general_flows += len(flows)
+                self._apply(links, flows, now)
+        if large:
+            links, flows, self._mark = grow(large, self._mark + 1)
+            tiers.grown += 1
+            tiers.grown_flows += len(flows)
+            self._apply(links, flows, now)
         self._arm()
+
+    def _apply(self, links: list[Link], flows: list[Flow], now: float) -> None:
+        for link in links:
+            link.advance(now)
+            link.load = link.used
+        for flow in flows:
+            if abs(flow.share - flow.rate) > DONE * flow.share or flow.left == 0.0:
+                self._reprice(flow, flow.share, now)
 
     def _reprice(self, flow: Flow, rate: float, now: float) -> None:
         flow.left = left = flow.left_at(now)
@@ -295,13 +277,12 @@ class Network:
                         self._touch(link)
                 finished.append(flow)
             heappop(finish)
-        for flow in finished if len(finished) < 2 else sorted(finished, key=by_number):
+        for flow in sorted(finished):
             flow.on_done(now)
         if not self._dirty:  # otherwise the coming solve does it
             self._arm()
 
     def _announce(self, flow: Flow) -> None:
-        """Tell of a flow that had nothing to move."""
         flow.on_done(self.kernel._now)
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from sim.errors import PlanError
 from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
-from sim.plan.program import STEPS, Block, Program
+from sim.plan.program import Block, Program
 
 __all__ = ["Flat", "flatten", "resolve"]
 
@@ -52,7 +52,9 @@ def flatten(program: Program) -> Flat:
     def visit(block: Block, path: Path, layout: list[tuple[object, ...]]) -> None:
         if block.form == "on":
             if path or block.message in flat.handlers:
-                raise PlanError("an on block stands alone, once per message", found=f"on({block.message})")
+                raise PlanError(
+                    "an on block stands alone, once per message", found=f"on({block.message})"
+                )
             flat.handlers[block.message] = tuple(i for i in block.items if isinstance(i, Op))
             return
         inner = layout
@@ -114,9 +116,16 @@ def resolve(flat: Flat, hosted: frozenset[int] = frozenset()) -> list[list[tuple
     last_compute: dict[tuple[int, int, int, str], int] = {}
     found: list[list[tuple[int, int]]] = []
     for i, op in enumerate(ops):
-        deps = _implied(i, op, ops, names, hosted) if op.deps is None else _written(i, op, ops, names)
+        deps = (
+            _implied(i, op, ops, names, hosted) if op.deps is None else _written(i, op, flat, names)
+        )
         found.append(deps)
-        if op.deps is None and KINDS[op.kind].cost == "collective" and not deps and op.kind != "BARRIER":
+        if (
+            op.deps is None
+            and KINDS[op.kind].cost == "collective"
+            and not deps
+            and op.kind != "BARRIER"
+        ):
             key = (names.stage(op), op.mb, op.part, op.label)
             if key in last_compute:
                 found[-1] = [(last_compute[key], 0)]
@@ -125,7 +134,7 @@ def resolve(flat: Flat, hosted: frozenset[int] = frozenset()) -> list[list[tuple
     return found
 
 
-def _written(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, int]]:
+def _written(i: int, op: Op, flat: Flat, names: _Names) -> list[tuple[int, int]]:
     found = []
     for dep in op.deps or ():
         hits = names.by_name.get(dep.name)
@@ -133,19 +142,33 @@ def _written(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, in
             near = difflib.get_close_matches(dep.name, names.by_name, n=1)
             raise PlanError(
                 f"{op.name} depends on {dep.name}, which is not an op of its rank",
-                found=dep.name, expected=near[0] if near else "an op of the same program",
+                found=dep.name,
+                expected=near[0] if near else "an op of the same program",
             )
-        found += _pick(i, op, dep, hits, ops)
+        found += _pick(i, op, dep, hits, flat)
     return found
 
 
-def _pick(i: int, op: Op, dep: Dep, hits: list[int], ops: list[Op]) -> list[tuple[int, int]]:
-    """Several ops of one name (prologue, body, epilogue): every one is offered, unroll picks."""
-    legal = [h for h in hits if dep.distance > 0 or h < i or ops[h].carried > op.carried]
+def _pick(i: int, op: Op, dep: Dep, hits: list[int], flat: Flat) -> list[tuple[int, int]]:
+    """Several ops of one name (prologue, body, epilogue): every legal one is offered, unroll picks.
+
+    In one repeat the target must have been listed before: in an earlier turn of the repeat, or
+    earlier in the same turn. ``carried`` shifts both ends by whole turns.
+    """
+
+    def before(h: int) -> bool:
+        if flat.paths[h] != flat.paths[i]:
+            shared = flat.paths[h][:1] == flat.paths[i][:1] != ()
+            return dep.distance > 0 if shared and h > i else h < i and (shared or not dep.distance)
+        turns = op.carried + dep.distance - flat.ops[h].carried
+        return turns > 0 or (turns == 0 and h < i)
+
+    legal = [h for h in hits if before(h)]
     if not legal:
         raise PlanError(
             f"{op.name} depends on {dep.name}, which comes later in the list",
-            found=dep.name, expected="an earlier op, or a distance @1",
+            found=dep.name,
+            expected="an earlier op, or a distance @1",
         )
     return [(h, dep.distance) for h in legal]
 
@@ -167,7 +190,9 @@ def _implied(
 
     found: list[int] = []
     if kind == "F":
-        found = _arrivals(at, "RECV_F", "f", ops) or _last(at("F", stage - 1) if stage - 1 in hosted else [])
+        found = _arrivals(at, "RECV_F", "f", ops) or _last(
+            at("F", stage - 1) if stage - 1 in hosted else []
+        )
         found += _last(at("F")) + _last(_of_segment(i, op, ops, names, "UNSHARD"))
         return [(j, 0) for j in found] + _updates(i, op, ops, names)
     if kind in ("B", "I", "R"):
@@ -182,7 +207,9 @@ def _implied(
     elif kind == "SEND_F":
         found = _last([j for j in at("ENCODE") if ops[j].label == op.label]) or _last(at("F"))
     elif kind == "SEND_B":
-        found = _last([j for j in at("ENCODE") if ops[j].label == op.label]) or _last(at("I") or at("B"))
+        found = _last([j for j in at("ENCODE") if ops[j].label == op.label]) or _last(
+            at("I") or at("B")
+        )
     elif kind == "ALL_GATHER" and op.label in ("f", "b"):
         found = at(f"RECV_{op.label.upper()}")
     elif kind == "DECODE":
@@ -211,7 +238,9 @@ def _arrivals(at, recv: str, gather: str, ops: list[Op]) -> list[int]:  # type: 
     gathered: list[int] = [j for j in at("ALL_GATHER") if ops[j].label == gather]
     if gathered:
         return gathered
-    decoded = {ops[j].label: j for j in at("DECODE") if any(ops[k].label == ops[j].label for k in received)}
+    decoded = {
+        ops[j].label: j for j in at("DECODE") if any(ops[k].label == ops[j].label for k in received)
+    }
     return [decoded.get(ops[j].label, j) for j in received]
 
 

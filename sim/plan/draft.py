@@ -15,7 +15,13 @@ from sim.plan.placement import Recompute
 from sim.plan.plan import Call, Table
 
 __all__ = [
-    "CellKnobs", "DataKnobs", "ExpertKnobs", "PipelineKnobs", "PlanDraft", "TensorKnobs", "split_layers",
+    "CellKnobs",
+    "DataKnobs",
+    "ExpertKnobs",
+    "PipelineKnobs",
+    "PlanDraft",
+    "TensorKnobs",
+    "split_layers",
 ]
 
 
@@ -120,8 +126,10 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """
     if num_stages < 1 or num_layers < num_stages:
         raise InputError(
-            "every stage needs at least one layer", key="pp",
-            found=f"{num_layers} layers on {num_stages} stages", expected=f"at most {num_layers} stages",
+            "every stage needs at least one layer",
+            key="pp",
+            found=f"{num_layers} layers on {num_stages} stages",
+            expected=f"at most {num_layers} stages",
         )
     base, more = divmod(num_layers, num_stages)
     return tuple(base + (i < more) for i in range(num_stages))

@@ -48,7 +48,8 @@ def relations(
                 else:
                     used_roles.update(wiring.group_indices(op, rank))
     groups: list[Members] = [
-        ((tuple(sorted(wiring.roles[i])), len(wiring.groups[i])), wiring.groups[i]) for i in sorted(used_roles)
+        ((tuple(sorted(wiring.roles[i])), len(wiring.groups[i])), wiring.groups[i])
+        for i in sorted(used_roles)
     ]
     return list(found), groups
 
@@ -70,7 +71,9 @@ def fold_ranks(
     colour = _renumber(keys)
     routes = [tuple(path(a, b)) if path else () for _, a, b in pairs]
     links = sorted({x for r in routes for x in r})
-    link_colour = dict(zip(links, _renumber([link_key(x) if link_key else 0 for x in links]), strict=True))
+    link_colour = dict(
+        zip(links, _renumber([link_key(x) if link_key else 0 for x in links]), strict=True)
+    )
     what = _renumber([p[0] for p in pairs])
     role = _renumber([g[0] for g in groups])
     counts = (-1, -1)

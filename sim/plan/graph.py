@@ -57,8 +57,13 @@ class Wire:
     __slots__ = ("actors", "classes", "end", "group", "kind", "roles", "share")
 
     def __init__(
-        self, kind: str, end: End | None, group: tuple[int, ...], share: tuple[int, int],
-        classes: tuple[int, ...], roles: frozenset[str] = frozenset(),
+        self,
+        kind: str,
+        end: End | None,
+        group: tuple[int, ...],
+        share: tuple[int, int],
+        classes: tuple[int, ...],
+        roles: frozenset[str] = frozenset(),
     ) -> None:
         self.kind, self.end, self.group, self.share = kind, end, group, share
         self.classes, self.roles = classes, roles
@@ -102,7 +107,8 @@ class OpGraph:
 
     def label(self, node: int) -> str:
         """The node for people: rank and op."""
-        return f"rank {self.actors[self.actor[node]].rank} {self.ops[node].name} step {self.step[node]}"
+        rank = self.actors[self.actor[node]].rank
+        return f"rank {rank} {self.ops[node].name} step {self.step[node]}"
 
 
 def build_graph(
@@ -139,8 +145,13 @@ class _Family:
 
 class _Builder:
     def __init__(
-        self, programs: Sequence[Program], wiring: Wiring, steps: int,
-        classes: Sequence[int] | None, buffers: int, blocking: frozenset[int],
+        self,
+        programs: Sequence[Program],
+        wiring: Wiring,
+        steps: int,
+        classes: Sequence[int] | None,
+        buffers: int,
+        blocking: frozenset[int],
     ) -> None:
         self.programs, self.wiring, self.steps = programs, wiring, steps
         self.buffers, self.blocking = buffers, blocking
@@ -213,18 +224,28 @@ class _Builder:
         key = (program, pieces, free)
         if key not in self.templates:
             hosted = self.wiring.stages(rank)
-            self.templates[key] = unroll(flat, resolve(flat, hosted), list(pieces), self.steps, free)
+            self.templates[key] = unroll(
+                flat, resolve(flat, hosted), list(pieces), self.steps, free
+            )
         return self.templates[key]
 
     def _add_ends(
-        self, index: int, base: int, flat: Flat, template: Template,
-        ends: dict[int, list[End]], groups: dict[int, list[int]],
+        self,
+        index: int,
+        base: int,
+        flat: Flat,
+        template: Template,
+        ends: dict[int, list[End]],
+        groups: dict[int, list[int]],
     ) -> None:
         """Group the actor's transfer and collective instances by wire and by stream."""
         families: dict[tuple[object, ...], tuple[_Family, bool, bool]] = {}
         pair_streams: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for (position, piece), nodes in template.slots.items():
             op = flat.ops[position]
+            wire: tuple[object, ...]
+            local: tuple[object, ...]
+            stream: tuple[object, ...]
             if position in ends:
                 end = ends[position][piece]
                 sending = op.kind.startswith(("SEND", "PU"))
@@ -244,7 +265,9 @@ class _Builder:
                 stream = ("group", g, op.channel)
                 sending = True
                 if wire not in self.wire_of:
-                    self.wire_of[wire] = Wire("group", None, ranks, self.wiring.shards[g], inside, roles)
+                    self.wire_of[wire] = Wire(
+                        "group", None, ranks, self.wiring.shards[g], inside, roles
+                    )
             else:
                 continue
             self.wire_of[wire].actors.add(index)
@@ -256,10 +279,10 @@ class _Builder:
                 families[local] = (_Family(mine, stream), sending, position in ends)
         for key, (family, sending, is_pair) in families.items():
             family.nodes.sort()
-            if is_pair and self.ops[family.nodes[0]].kind in MESSAGES:
-                self.messages[key[:5]] += family.nodes
-                continue
             wire = key[:5] if is_pair else key[:4]
+            if is_pair and self.ops[family.nodes[0]].kind in MESSAGES:
+                self.messages[wire] += family.nodes
+                continue
             if is_pair:
                 self.pair_ends[wire]["send" if sending else "recv"].append(family)
             else:
@@ -289,7 +312,9 @@ class _Builder:
 
     def _join(self) -> None:
         n = len(self.ops)
-        columns = np.concatenate(self.columns, axis=1) if self.columns else np.zeros((3, 0), np.int64)
+        columns = (
+            np.concatenate(self.columns, axis=1) if self.columns else np.zeros((3, 0), np.int64)
+        )
         alias = np.arange(n)
         wire = np.full(n, -1, np.int64)
         for key, sides in self.pair_ends.items():
@@ -303,8 +328,15 @@ class _Builder:
             wire[families[0].nodes] = self._wire_index(key)
         for key, nodes in self.messages.items():
             wire[nodes] = self._wire_index(key)
-        chains = [np.stack([s[:-1], s[1:]], 1) for ss in self.streams.values() for s in map(np.array, ss) if len(s) > 1]
-        order = np.concatenate([*self.order, *chains, np.array(self.extra, np.int64).reshape(-1, 2)])
+        chains = [
+            np.stack([s[:-1], s[1:]], 1)
+            for ss in self.streams.values()
+            for s in map(np.array, ss)
+            if len(s) > 1
+        ]
+        order = np.concatenate(
+            [*self.order, *chains, np.array(self.extra, np.int64).reshape(-1, 2)]
+        )
         deps = np.concatenate(self.deps) if self.deps else np.zeros((0, 2), np.int64)
         gates = np.array(self.gates, np.int64).reshape(-1, 2)
         self._compact(alias, columns, wire, deps, order, gates)
@@ -319,7 +351,11 @@ class _Builder:
             same = len(other.nodes) == len(first)
             for a, b in zip(first, other.nodes, strict=False):
                 left, right = self.ops[a], self.ops[b]
-                names_fit = left.mb == right.mb and left.part == right.part if transfer else left.kind == right.kind
+                names_fit = (
+                    left.mb == right.mb and left.part == right.part
+                    if transfer
+                    else left.kind == right.kind
+                )
                 if not names_fit or steps[a] != steps[b]:
                     self._mismatch(a, b)
             if not same:
@@ -335,7 +371,9 @@ class _Builder:
         found = at(b) if b >= 0 else "nothing"
         raise PlanError(
             "two ends of a transfer or two members of a group list different ops",
-            key="programs", found=f"{at(a)} against {found}", expected="the same order at both",
+            key="programs",
+            found=f"{at(a)} against {found}",
+            expected="the same order at both",
         )
 
     def _compact(
@@ -389,5 +427,3 @@ def _edges(edges: Ints, to: Ints, n: int) -> tuple[Ints, Ints]:
     src, dst = to[edges[:, 0]], to[edges[:, 1]]
     code = np.unique(src[src != dst] * n + dst[src != dst])
     return code // n, code % n
-
-

@@ -5,7 +5,8 @@ Text form (in this order)::
     ^1            belongs to the iteration before this one
     2 F 0 .1 [x]  stage, kind, microbatch, part, label (segment, or edge of a transfer)
     :tp           group role of a collective    >3 or <3   explicit peer of a transfer
-    {k=v, ...}    attributes: amount, ref, stream, channel, priority, saves, recompute, reads, writes
+    {k=v, ...}    attributes: amount, ref, stream, channel, priority, saves, recompute, reads,
+                  writes
     <- X, Y@1     dependencies, which replace the implied ones; "<- none" for no dependency
 """
 
@@ -49,7 +50,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
         priority: key on a rank-local stream, smallest first; None for list order.
         saves: "all" or "inputs" (F only).
         recompute: "inner" when B contains the recomputation.
-        reads: "latest" when the op reads the newest version. writes: "next" when it makes one.
+        reads: "latest" to wait for the last write appended before, "current" to take what is
+            written at the start, "" for ops that read no version. writes: "next" when it makes one.
     """
 
     kind: str
@@ -104,7 +106,9 @@ def _split_kind(text: str, whole: str) -> tuple[int, str, int]:
                 best = known
     if not best:
         raise PlanError(
-            f"unknown op kind in {whole!r}", found=rest, expected="one of " + " ".join(sorted(KINDS))
+            f"unknown op kind in {whole!r}",
+            found=rest,
+            expected="one of " + " ".join(sorted(KINDS)),
         )
     tail = rest[len(best) :]
     return int(stage) if stage else -1, best, int(tail) if tail else -1
@@ -134,7 +138,9 @@ def parse_op(text: str, pos: int = 0) -> tuple[Op, int]:
     """
     match = _TOKEN.match(text, pos)
     if match is None:
-        raise PlanError("not an op", found=repr(text[pos : pos + 40].strip()), expected="e.g. 2F0.1[x]")
+        raise PlanError(
+            "not an op", found=repr(text[pos : pos + 40].strip()), expected="e.g. 2F0.1[x]"
+        )
     stage, kind_name, mb = _split_kind(match["head"], match.group(0).strip())
     fields: dict[str, object] = {"stage": stage, "kind": kind_name, "mb": mb}
     for key in ("carried", "part", "peer"):
@@ -184,7 +190,9 @@ def _parse_deps(text: str, pos: int, carried: int) -> tuple[tuple[Dep, ...], int
     while True:
         match = _REF.match(text, pos)
         if match is None:
-            raise PlanError("not a dependency", found=repr(text[pos : pos + 30].strip()), expected="X or X@1")
+            raise PlanError(
+                "not a dependency", found=repr(text[pos : pos + 30].strip()), expected="X or X@1"
+            )
         shift = int(match["carried"]) - carried if match["carried"] else 0
         deps.append(Dep(match["name"], int(match["d"] or 0) + shift))
         pos = match.end()
@@ -202,7 +210,11 @@ def format_op(op: Op) -> str:
         text += f":{op.group}"
     if op.peer >= 0:
         text += f">{op.peer}"
-    attrs = [f"{k}={getattr(op, k)}" for k in ("amount", "stream", "recompute", "reads", "writes") if getattr(op, k)]
+    attrs = [
+        f"{k}={getattr(op, k)}"
+        for k in ("amount", "stream", "recompute", "reads", "writes")
+        if getattr(op, k)
+    ]
     if op.saves != "all":
         attrs.append(f"saves={op.saves}")
     if op.channel:

@@ -6,6 +6,7 @@ All replicas have the same stages and segments. Nothing here knows programs or t
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import msgspec
@@ -13,8 +14,16 @@ import msgspec
 from sim.errors import PlanError
 
 __all__ = [
-    "Boundary", "Cell", "Group", "Piece", "Placement", "Segment",
-    "derive_groups", "is_mesh", "pieces", "print_grid",
+    "Boundary",
+    "Cell",
+    "Group",
+    "Piece",
+    "Placement",
+    "Segment",
+    "derive_groups",
+    "is_mesh",
+    "pieces",
+    "print_grid",
 ]
 
 Recompute = Literal["none", "selective", "full"]
@@ -111,6 +120,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             KeyError: there is none.
         """
+        index = stage * self.num_replicas + replica
+        if index < len(self.cells) and (self.cells[index].stage, self.cells[index].replica) == (
+            stage,
+            replica,
+        ):
+            return self.cells[index]
         for cell in self.cells:
             if cell.stage == stage and cell.replica == replica:
                 return cell
@@ -164,7 +179,8 @@ def pieces(producer: Cell, consumer: Cell) -> tuple[Piece, ...]:
     if producer.cp != consumer.cp:
         raise PlanError(
             f"stages {producer.stage} and {consumer.stage} have different context parallelism",
-            found=f"cp {producer.cp} and {consumer.cp}", expected="equal cp",
+            found=f"cp {producer.cp} and {consumer.cp}",
+            expected="equal cp",
         )
     n = max(producer.tp, consumer.tp)
     found = []
@@ -195,6 +211,7 @@ def derive_groups(placement: Placement) -> tuple[Group, ...]:
                 found.extend(Group("cp", cell.ranks[t :: cell.tp], stage) for t in range(cell.tp))
         found.extend(_ep_groups(placement, stage, cells))
         found.extend(_dp_groups(stage, cells))
+    found.extend(_embed_groups(placement))
     everyone = tuple(r for c in placement.cells for r in c.ranks) + placement.extra_ranks
     if len(everyone) > 1:
         found.append(Group("world", tuple(sorted(everyone))))
@@ -208,7 +225,9 @@ def _ep_groups(placement: Placement, stage: int, cells: list[Cell]) -> list[Grou
     if len(cells) % ep:
         raise PlanError(
             f"expert parallelism does not divide the replicas of stage {stage}",
-            key="ep", found=str(ep), expected=f"a divisor of {len(cells)}",
+            key="ep",
+            found=str(ep),
+            expected=f"a divisor of {len(cells)}",
         )
     if len({c.tp * c.cp for c in cells}) > 1:
         raise PlanError(f"expert parallelism needs equal cells in stage {stage}", key="ep")
@@ -227,23 +246,44 @@ def _ep_groups(placement: Placement, stage: int, cells: list[Cell]) -> list[Grou
     return found
 
 
+def _embed_groups(placement: Placement) -> list[Group]:
+    """Owners of the same rows in the first and the last stage, for a parameter they share."""
+    last = placement.num_stages - 1
+    if last < 1:
+        return []
+    found = []
+    for replica in range(placement.num_replicas):
+        a, b = placement.cell(0, replica), placement.cell(last, replica)
+        if a.cp == b.cp == 1 and max(a.tp, b.tp) % min(a.tp, b.tp) == 0:
+            n = max(a.tp, b.tp)
+            found += [
+                Group("embed", (a.ranks[i * a.tp // n], b.ranks[i * b.tp // n]), -1, (i, i + 1), n)
+                for i in range(n)
+            ]
+    return found
+
+
 def _dp_groups(stage: int, cells: list[Cell]) -> list[Group]:
-    """One group per shard interval: the one rank of every replica that owns it, cp ranks included."""
+    """One group per shard interval: the one rank of every replica that owns it, cp included."""
     if not cells or (len(cells) == 1 and cells[0].cp == 1):
         return []
     sizes = sorted({c.tp for c in cells})
-    for small, large in zip(sizes, sizes[1:], strict=False):
+    for small, large in itertools.pairwise(sizes):
         if large % small:
             raise PlanError(
                 f"tp sizes of the replicas of stage {stage} do not divide one another",
-                key="tp", found=" and ".join(map(str, sizes)), expected="sizes that divide, e.g. 2 and 4",
+                key="tp",
+                found=" and ".join(map(str, sizes)),
+                expected="sizes that divide, e.g. 2 and 4",
             )
     n = sizes[-1]
     return [
         Group(
             "dp",
             tuple(c.ranks[k * c.tp + i * c.tp // n] for c in cells for k in range(c.cp)),
-            stage, (i, i + 1), n,
+            stage,
+            (i, i + 1),
+            n,
         )
         for i in range(n)
     ]

@@ -93,7 +93,9 @@ def _skip(text: str, pos: int) -> int:
 def _parse_block(text: str, pos: int) -> tuple[Block, int]:
     match = _OPEN.match(text, pos)
     if match is None:
-        raise PlanError("not a block", found=repr(text[pos : pos + 30]), expected="once{, repeat(n){, on(KIND){")
+        raise PlanError(
+            "not a block", found=repr(text[pos : pos + 30]), expected="once{, repeat(n){, on(KIND){"
+        )
     form, argument = match.group(1), match.group(2)
     items: list[Op | Block] = []
     pos = _skip(text, match.end())
@@ -107,7 +109,9 @@ def _parse_block(text: str, pos: int) -> tuple[Block, int]:
     count, message = 1, ""
     if form == "repeat":
         if argument is None or not (argument == "steps" or argument.isdigit()):
-            raise PlanError("repeat needs a count", found=str(argument), expected="repeat(3) or repeat(steps)")
+            raise PlanError(
+                "repeat needs a count", found=str(argument), expected="repeat(3) or repeat(steps)"
+            )
         count = STEPS if argument == "steps" else int(argument)
         if argument != "steps" and count < 1:
             raise PlanError("repeat needs a positive count", found=argument, expected="at least 1")

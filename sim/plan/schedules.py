@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 from sim.errors import InputError
 
-__all__ = ["SCHEDULES", "Order", "Slot", "gpipe", "interleaved_1f1b", "one_f_one_b", "text_grid", "zb_h1"]
+__all__ = [
+    "SCHEDULES",
+    "Order",
+    "Slot",
+    "gpipe",
+    "interleaved_1f1b",
+    "one_f_one_b",
+    "text_grid",
+    "zb_h1",
+]
 
 Slot = tuple[str, int, int]
 Order = list[list[Slot]]
@@ -20,7 +29,9 @@ def _check(num_stages: int, num_microbatches: int) -> None:
     if num_stages < 1 or num_microbatches < 1:
         raise InputError(
             "a schedule needs at least one stage and one microbatch",
-            key="pipeline", found=f"{num_stages} stages, {num_microbatches} microbatches", expected="both >= 1",
+            key="pipeline",
+            found=f"{num_stages} stages, {num_microbatches} microbatches",
+            expected="both >= 1",
         )
 
 
@@ -72,7 +83,8 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int = 2
         low, high = m // p * p, (m // p + 1) * p
         raise InputError(
             "interleaved 1F1B needs a multiple of the pipeline size as number of microbatches",
-            key="pipeline.microbatches", found=f"{m} microbatches on {p} stages",
+            key="pipeline.microbatches",
+            found=f"{m} microbatches on {p} stages",
             expected=f"{high}" if low == 0 else f"{low} or {high}",
         )
     total = m * v
@@ -141,4 +153,6 @@ def text_grid(order: Order) -> str:
     rows = [[f"{v}{kind}{mb}" for kind, v, mb in slots] for slots in order]
     width = max((len(c) for r in rows for c in r), default=1)
     head = len(str(len(rows) - 1))
-    return "\n".join(f"{s:>{head}}: " + " ".join(c.ljust(width) for c in r).rstrip() for s, r in enumerate(rows))
+    return "\n".join(
+        f"{s:>{head}}: " + " ".join(c.ljust(width) for c in r).rstrip() for s, r in enumerate(rows)
+    )

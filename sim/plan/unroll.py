@@ -34,7 +34,15 @@ class Template:
     """
 
     __slots__ = (
-        "compute_before", "consumer", "deps", "order", "piece", "priority", "slots", "static", "step",
+        "compute_before",
+        "consumer",
+        "deps",
+        "order",
+        "piece",
+        "priority",
+        "slots",
+        "static",
+        "step",
     )
 
     def __init__(self) -> None:
@@ -65,7 +73,8 @@ def unroll(
 
     Args:
         flat: the program. deps: from sim.plan.deps.resolve.
-        pieces: how many instances each static op has on this rank (0 drops the op).
+        pieces: how many instances each static op has on this rank; an op with none (a collective
+            of a rank that is alone) passes its dependencies on.
         steps: repetitions of ``repeat(steps)`` blocks.
         async_compute: False when compute blocks the issuer.
 
@@ -79,14 +88,21 @@ class _Unroller:
     """Walks the layout once and appends instances."""
 
     def __init__(
-        self, flat: Flat, deps: list[list[tuple[int, int]]], pieces: list[int], steps: int, async_compute: bool
+        self,
+        flat: Flat,
+        deps: list[list[tuple[int, int]]],
+        pieces: list[int],
+        steps: int,
+        async_compute: bool,
     ) -> None:
         self.flat, self.static_deps, self.pieces, self.steps = flat, deps, pieces, steps
         self.async_compute = async_compute
         self.out = Template()
         self.last: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         self.prioritised = {
-            stream_of(op) for op in flat.ops if op.priority is not None and stream_of(op) in LOCAL_STREAMS
+            stream_of(op)
+            for op in flat.ops
+            if op.priority is not None and stream_of(op) in LOCAL_STREAMS
         }
         self.tail: dict[str, int] = {}
         self.blocker = -1
@@ -104,7 +120,7 @@ class _Unroller:
             if item[0] == "op":
                 self._op(item[1], counters)  # type: ignore[arg-type]
             else:
-                count = self.flat.counts[item[1]]  # type: ignore[index]
+                count = self.flat.counts[item[1]]  # type: ignore[call-overload]
                 for k in range(self.steps if count == STEPS else count):
                     self._layout(item[2], (*counters, k))  # type: ignore[arg-type]
 
@@ -133,10 +149,11 @@ class _Unroller:
             for s in sources:
                 out.consumer.setdefault(s, node)
             self._order(node, op, stream)
-        if not mine:
-            return
+        alone = not mine
         for j in range(len(logical) + 1):
-            self.last[position, logical[:j]] = mine
+            self.last[position, logical[:j]] = sources if alone else mine
+        if alone:
+            return
         if op.kind == "BARRIER":
             self.fence, self.fenced, self.since = mine[-1], set(), []
         else:
@@ -154,7 +171,9 @@ class _Unroller:
                 self.out.priority[node] = op.priority if op.priority is not None else 0.0
             elif stream in self.tail:
                 order.append((self.tail[stream], node))
-        if self.fence >= 0 and (stream not in LOCAL_STREAMS or stream in self.prioritised or stream not in self.fenced):
+        if self.fence >= 0 and (
+            stream not in LOCAL_STREAMS or stream in self.prioritised or stream not in self.fenced
+        ):
             order.append((self.fence, node))
             self.fenced.add(stream)
         if stream == "pair":
@@ -179,12 +198,14 @@ class _Unroller:
             if common:
                 prefix = (*prefix[:-1], prefix[-1] - distance)
             elif distance:
-                raise PlanError(f"{op.name} counts iterations of a repeat it is not in", found=f"@{distance}")
+                raise PlanError(
+                    f"{op.name} counts iterations of a repeat it is not in", found=f"@{distance}"
+                )
             hit = self.last.get((target, prefix))
             if hit is None:
                 continue
             name = self.flat.ops[target].name
             # One name may stand in prologue, body and epilogue: the latest instance counts.
-            if name not in best or best[name][-1] < hit[-1]:
+            if hit and (name not in best or best[name][-1] < hit[-1]):
                 best[name] = hit
         return [n for hit in best.values() for n in hit]

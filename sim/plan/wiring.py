@@ -14,8 +14,12 @@ from sim.plan.placement import Boundary, Cell, Placement, derive_groups, pieces
 __all__ = ["DEFAULT_ROLE", "End", "Wiring", "wire"]
 
 DEFAULT_ROLE = {
-    "REDUCE_GRAD": "dp", "UNSHARD": "dp", "BARRIER": "world", "ALL_TO_ALL": "ep",
-    "MOVE_EXPERT": "ep", "REDUCE_EXPERT": "ep",
+    "REDUCE_GRAD": "dp",
+    "UNSHARD": "dp",
+    "BARRIER": "world",
+    "ALL_TO_ALL": "ep",
+    "MOVE_EXPERT": "ep",
+    "REDUCE_EXPERT": "ep",
 }
 """Group role of a collective that names none; every other kind uses the tensor-parallel group."""
 
@@ -101,7 +105,11 @@ class Wiring:
         """
         role = op.group or DEFAULT_ROLE.get(op.kind, "tp")
         if role not in ("tp", "cp", "dp", "ep", "edp", "embed", "world"):
-            raise PlanError(f"unknown group role of {op.name}", found=role, expected="tp cp dp ep edp embed world")
+            raise PlanError(
+                f"unknown group role of {op.name}",
+                found=role,
+                expected="tp cp dp ep edp embed world",
+            )
         return self.of_rank.get((rank, role), [])
 
     def ends(self, op: Op, rank: int) -> list[End]:
@@ -121,14 +129,17 @@ class Wiring:
         cell = self.cell_of.get(rank)
         if hit is None or cell is None:
             raise PlanError(
-                f"{op.name} of rank {rank} has no boundary to follow", found=f"{side} stage {stage}",
+                f"{op.name} of rank {rank} has no boundary to follow",
+                found=f"{side} stage {stage}",
                 expected="a boundary of the placement or an explicit peer",
             )
         index, boundary = hit
         ends = self._table(index, boundary, direction, cell.replica)
         return ends.get(rank, [])
 
-    def _table(self, index: int, boundary: Boundary, direction: str, replica: int) -> dict[int, list[End]]:
+    def _table(
+        self, index: int, boundary: Boundary, direction: str, replica: int
+    ) -> dict[int, list[End]]:
         key = (index, replica, 0 if direction == "F" else 1, 0)
         if key not in self._pieces:
             src = self._cells[self._position[boundary.src], replica]
@@ -137,7 +148,9 @@ class Wiring:
                 src, dst = dst, src
             table: dict[int, list[End]] = defaultdict(list)
             for piece in pieces(src, dst):
-                end = End((direction, index), piece.src, piece.dst, (piece.stop - piece.start, piece.of))
+                end = End(
+                    (direction, index), piece.src, piece.dst, (piece.stop - piece.start, piece.of)
+                )
                 table[piece.src].append(end)
                 table[piece.dst].append(end)
             self._pieces[key] = table

@@ -1,0 +1,110 @@
+"""Late amounts: tables whose values are known only in the step, and controllers that write them.
+
+Structure is static: which ops exist never depends on a table. A controller is a registered pure
+function of the tables it reads, so its result for step k depends on no simulated time and can be
+computed when the run is laid out; the op that runs it (HOST) has a cost of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sim.errors import PlanError
+from sim.plan.op import Ref
+from sim.plan.plan import Table
+
+__all__ = ["CONTROLLERS", "Resolved", "controller", "resolve_tables"]
+
+Values = dict[str, Any]
+Controller = Callable[[dict[str, Values]], Values]
+
+CONTROLLERS: dict[str, Controller] = {}
+
+
+def controller(name: str) -> Callable[[Controller], Controller]:
+    """Register a pure function (tables read -> key -> value) under a name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def add(function: Controller) -> Controller:
+        if CONTROLLERS.get(name, function) is not function:
+            raise ValueError(f"controller {name} is already registered")
+        CONTROLLERS[name] = function
+        return function
+
+    return add
+
+
+class Resolved:
+    """Values of all tables over the steps of one run.
+
+    Attributes:
+        rows: table -> step -> key -> value. initial: table -> key -> value before step 0.
+    """
+
+    def __init__(self, rows: dict[str, list[Values]], initial: dict[str, Values]) -> None:
+        self.rows, self.initial = rows, initial
+
+    def value(self, ref: Ref, step: int) -> Any:
+        """What ``ref`` is worth in ``step``: a number, a vector over members, or a matrix.
+
+        Raises:
+            PlanError: the table or the key is unknown, or nothing was written before step 0.
+        """
+        if ref.table not in self.rows:
+            raise PlanError(
+                "a late amount names an unknown table",
+                key="tables",
+                found=ref.table,
+                expected=" ".join(sorted(self.rows)) or "no table is declared",
+            )
+        at = step - ref.lag
+        row = self.initial[ref.table] if at < 0 else self.rows[ref.table][at]
+        if ref.key not in row:
+            raise PlanError(
+                f"table {ref.table} has no key for step {at}",
+                key=f"tables.{ref.table}",
+                found=ref.key,
+                expected=" ".join(sorted(row)) or "an initial value",
+            )
+        return row[ref.key]
+
+
+def resolve_tables(tables: dict[str, Table], steps: int) -> Resolved:
+    """Values of every table for ``steps`` steps; controllers run in order of their inputs.
+
+    Raises:
+        PlanError: a controller is not registered, or tables read one another in a circle.
+    """
+    rows: dict[str, list[Values]] = {}
+    waiting = dict(tables)
+    while waiting:
+        ready = [n for n, t in waiting.items() if not t.controller or set(t.inputs) <= set(rows)]
+        if not ready:
+            raise PlanError(
+                "tables read one another in a circle, or an unknown one",
+                key="tables",
+                found=", ".join(sorted(waiting)),
+            )
+        for name in ready:
+            rows[name] = _rows(name, waiting.pop(name), rows, steps)
+    return Resolved(rows, {n: t.initial for n, t in tables.items()})
+
+
+def _rows(name: str, table: Table, rows: dict[str, list[Values]], steps: int) -> list[Values]:
+    if not table.controller:
+        return [
+            {k: v[min(s, len(v) - 1)] for k, v in table.values.items() if v} for s in range(steps)
+        ]
+    if table.controller not in CONTROLLERS:
+        raise PlanError(
+            "a controller of this plan is not installed",
+            key=f"tables.{name}.controller",
+            found=table.controller,
+            expected=" ".join(sorted(CONTROLLERS)),
+        )
+    function = CONTROLLERS[table.controller]
+    return [function({i: rows[i][s] for i in table.inputs}) for s in range(steps)]
