@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,17 @@ def lp_rates(capacities, flows):
             if _maximise(only_i, low, frozen, capacities, flows) <= level + 1e-6:
                 frozen[i] = level
     return [frozen[i] for i in range(num)]
+
+
+@pytest.fixture(autouse=True, params=["whole", "grown", "grown, then whole"])
+def tier(request, monkeypatch):
+    """Every property holds for all ways of solving shared paths, at any size."""
+    if request.param == "grown":
+        monkeypatch.setattr("sim.engine.network._SMALL", 2)
+    elif request.param == "grown, then whole":
+        monkeypatch.setattr("sim.engine.network._SMALL", 0)
+        monkeypatch.setattr("sim.engine.sharing._MOST", 2)
+    return request.param
 
 
 @given(networks())
@@ -258,3 +270,62 @@ def test_members_spread_over_equal_trunks_equal_separate_flows(per_trunk, trunks
     width = per_trunk * trunks
     assert many == pytest.approx({i: one[i // width] for i in many}, rel=1e-9)
     assert len(many) == width * len(sizes)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_component_solved_around_each_change_stays_fair(seed, folded, tier):
+    """80 live flows on 15 links, also after hundreds of changes: rates equal a full solve."""
+    random = Random(seed)
+    capacities = [random.randrange(1, 30) for _ in range(15)]
+    kernel = Kernel()
+    net = Network(kernel, capacities)
+    live = {}
+
+    def begin(_=None):
+        path = tuple(
+            (link, random.randrange(1, 4) if folded else 1)
+            for link in random.sample(range(15), random.randrange(1, 4))
+        )
+        cap = random.choice([inf, inf, inf, 1.0, 0.25])
+        flow = net.start(path, random.random() * 50.0, lambda t: finish(flow), cap=cap)
+        live[flow.id] = (flow, path)
+
+    def finish(flow):
+        del live[flow.id]
+        begin()
+
+    for _ in range(80):
+        begin()
+    for _ in range(4):
+        kernel.run_all(until=kernel.now + 20.0)
+        link = random.randrange(15)
+        capacities[link] = random.randrange(0, 30)
+        net.set_capacity(link, capacities[link])
+        kernel.run_all(until=kernel.now)
+        flows = {i: (path, cap_of(flow)) for i, (flow, path) in live.items()}
+        expected = exact_rates({k: Fraction(c) for k, c in enumerate(capacities)}, flows)
+        rates = {i: net.rate(flow) for i, (flow, _) in live.items()}
+        assert rates == pytest.approx({i: float(r) for i, r in expected.items()}, rel=1e-9)
+    assert net.tiers.flows > 120
+    assert (net.tiers.grown > 50) == (tier != "whole")
+
+
+def test_two_changes_of_one_instant_far_apart_in_one_component(tier):
+    """A chain of flows, each sharing a link with the next, changed at both ends at once."""
+    kernel = Kernel()
+    capacities = [6.0] * 12
+    net = Network(kernel, capacities)
+    chain = [net.start((i, i + 1), 1e6, lambda t: None) for i in range(11)]
+    kernel.run_all(until=1.0)
+    for link, rate in ((0, 1.0), (2, 5.0), (11, 2.0)):
+        net.set_capacity(link, rate)
+        capacities[link] = rate
+    kernel.run_all(until=1.0)
+    flows = {i: (((i, 1), (i + 1, 1)), inf) for i in range(11)}
+    expected = exact_rates({k: Fraction(c) for k, c in enumerate(capacities)}, flows)
+    assert [net.rate(f) for f in chain] == pytest.approx([float(expected[i]) for i in flows])
+
+
+def cap_of(flow):
+    return inf if flow.cap == inf else Fraction(flow.cap)

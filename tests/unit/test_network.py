@@ -218,8 +218,9 @@ def test_wrong_values_are_refused_by_name() -> None:
             bench.start("a", (0,), nbytes)
     with pytest.raises(ValueError, match="cap of -1"):
         bench.start("a", (0,), 1.0, cap=-1.0)
-    with pytest.raises(ValueError, match="weight 0 on link 0"):
-        bench.start("a", (0,), 1.0, weight=0)
+    for weight in (0, 1.5, nan):
+        with pytest.raises(ValueError, match=f"weight {weight} on link 0"):
+            bench.start("a", (0,), 1.0, weight=weight)
     with pytest.raises(IndexError, match="link 7"):
         bench.start("a", (7,), 1.0)
     flow = bench.start("a", (0,), 1.0)
