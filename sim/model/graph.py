@@ -81,7 +81,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
         kind: what it is.
         layer: label of the layer it belongs to; -1 for blocks before, num_layers for blocks after.
         params: parameters divided by tensor parallelism (without the routed experts').
-        params_replicated: parameters every tensor-parallel rank keeps (norms, biases of row splits).
+        params_replicated: parameters every tensor-parallel rank keeps (norms, row-split biases).
         params_experts: parameters of all routed experts together, divided by ep and by tp.
         num_experts: routed experts; 0 for dense blocks. top_k: experts each token visits.
         gemms: matrix products of the forward pass. attention: score products, or None.

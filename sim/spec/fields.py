@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from sim.errors import InputError
@@ -20,7 +20,6 @@ __all__ = [
     "Dtype",
     "Evidence",
     "Fraction",
-    "Rate",
     "Seconds",
     "Stated",
     "StatedBytes",
@@ -124,17 +123,44 @@ def _count(value: Any) -> int:
     return int(number)
 
 
-Bytes = Annotated[float, BeforeValidator(_quantity("bytes"))]
-Seconds = Annotated[float, BeforeValidator(_quantity("seconds"))]
-Rate = Annotated[float, BeforeValidator(_quantity("bytes/s"))]
+def _write(dimension: Dimension) -> PlainSerializer:
+    """Write a quantity in its SI unit, so that reading it again gives the same float."""
+    unit = _SI_UNIT[dimension]
+
+    def text(value: float | None) -> Any:
+        return value if value is None or not unit else f"{value!r} {unit}"
+
+    def write(number: Any) -> Any:
+        if not isinstance(number, Stated):
+            return text(number)
+        origin = number.model_dump(exclude_defaults=True)
+        origin.pop("value")
+        return {"value": text(number.value)} | origin if origin else text(number.value)
+
+    return PlainSerializer(write, when_used="json")
+
+
+_SI_UNIT: dict[Dimension, str] = {
+    "bytes": "B",
+    "bytes/s": "B/s",
+    "seconds": "s",
+    "FLOP/s": "FLOP/s",
+    "USD/s": "USD/s",
+    "USD/B": "USD/B",
+    "count": "",
+    "fraction": "",
+}
+
+Bytes = Annotated[float, BeforeValidator(_quantity("bytes")), _write("bytes")]
+Seconds = Annotated[float, BeforeValidator(_quantity("seconds")), _write("seconds")]
 Fraction = Annotated[float, BeforeValidator(_quantity("fraction"))]
 Count = Annotated[int, BeforeValidator(_count)]
 
-StatedBytes = Annotated[Stated, BeforeValidator(_stated("bytes"))]
-StatedSeconds = Annotated[Stated, BeforeValidator(_stated("seconds"))]
-StatedRate = Annotated[Stated, BeforeValidator(_stated("bytes/s"))]
-StatedFlopRate = Annotated[Stated, BeforeValidator(_stated("FLOP/s"))]
-StatedFraction = Annotated[Stated, BeforeValidator(_stated("fraction"))]
-StatedFactor = Annotated[Stated, BeforeValidator(_stated("count"))]
-StatedPriceRate = Annotated[Stated, BeforeValidator(_stated("USD/s"))]
-StatedPricePerByte = Annotated[Stated, BeforeValidator(_stated("USD/B"))]
+StatedBytes = Annotated[Stated, BeforeValidator(_stated("bytes")), _write("bytes")]
+StatedSeconds = Annotated[Stated, BeforeValidator(_stated("seconds")), _write("seconds")]
+StatedRate = Annotated[Stated, BeforeValidator(_stated("bytes/s")), _write("bytes/s")]
+StatedFlopRate = Annotated[Stated, BeforeValidator(_stated("FLOP/s")), _write("FLOP/s")]
+StatedFraction = Annotated[Stated, BeforeValidator(_stated("fraction")), _write("fraction")]
+StatedFactor = Annotated[Stated, BeforeValidator(_stated("count")), _write("count")]
+StatedPriceRate = Annotated[Stated, BeforeValidator(_stated("USD/s")), _write("USD/s")]
+StatedPricePerByte = Annotated[Stated, BeforeValidator(_stated("USD/B")), _write("USD/B")]

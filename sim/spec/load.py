@@ -46,6 +46,7 @@ _TYPE_NAMES = {
     "int_type": "a whole number",
 }
 
+_MAX_JSON_WITH_LINES = 65_536
 Key = tuple[str | int, ...]
 D = TypeVar("D", bound=Doc)
 
@@ -98,7 +99,7 @@ def parse_text(text: str, file: str = "") -> Source:
         InputError: not parseable, duplicate keys, tags, or no mapping at the top.
     """
     if file.endswith(".json"):
-        source = Source(_parse_json(text, file), file)
+        source = Source(_parse_json(text, file), file, _json_lines(text))
     else:
         lines: dict[Key, int] = {}
         data = _plain(_parse_yaml(text, file), (), lines, file, iter(range(MAX_NODES)))
@@ -177,6 +178,17 @@ def _parse_json(text: str, file: str) -> Any:
         raise InputError(f"not valid JSON: {error.msg}", file=file, line=error.lineno) from None
     except RecursionError:
         raise InputError("not valid JSON: nested too deeply", file=file) from None
+
+
+def _json_lines(text: str) -> dict[Key, int]:
+    """Find the lines of a small JSON file's keys: YAML's parser knows them, JSON's does not."""
+    lines: dict[Key, int] = {}
+    if len(text) <= _MAX_JSON_WITH_LINES:
+        try:
+            _plain(_parse_yaml(text, ""), (), lines, "", iter(range(MAX_NODES)))
+        except InputError:
+            return {}  # JSON that is not YAML (tabs): errors then name the key only
+    return lines
 
 
 def _plain(
