@@ -1,0 +1,114 @@
+"""What a run's rates are relative to: tokens, FLOPs, peaks and prices of what was really placed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from sim.cost.compute import compute_dtype
+from sim.errors import InputError
+from sim.hardware.machine import Accelerator, Machine
+from sim.model.amounts import attention_flops, forward_flops
+from sim.model.graph import Block, Model
+from sim.plan.plan import Plan
+
+__all__ = ["Basis", "basis_of", "peak_of"]
+
+
+class Basis(msgspec.Struct, frozen=True, kw_only=True):
+    """The denominators and fixed amounts of a plan's metrics.
+
+    Args:
+        tokens_per_step: tokens of all replicas. num_chips: chips that hold a rank.
+        model_flops_per_step: [FLOP] forward and backward of the placed blocks, no recomputation.
+        hardware_flops_per_step: [FLOP] the same plus recomputation.
+        peak_flops_per_s: [FLOP/s] sum of the chips' dense peaks for ``dtype``.
+        dtype: compute dtype of the peak.
+        price_per_s: [USD/s] all chips together, or None when a chip has no price.
+        egress_per_step: [USD] price of the bytes sent over priced links.
+    """
+
+    tokens_per_step: float
+    num_chips: int
+    model_flops_per_step: float
+    hardware_flops_per_step: float
+    peak_flops_per_s: float
+    dtype: str
+    price_per_s: float | None = None
+    egress_per_step: float = 0.0
+
+
+def peak_of(accelerator: Accelerator, dtype: str) -> float:
+    """Dense peak [FLOP/s] of one chip, in the dtype it computes in when the job asks for ``dtype``.
+
+    Raises:
+        InputError: the chip can compute neither in it nor in one that may stand in.
+    """
+    return accelerator.peak_flops_per_s[compute_dtype(accelerator, dtype)[0]]
+
+
+def _flops_per_token(block: Block, sequence_length: int) -> float:
+    """Forward FLOPs; a block known by its times alone counts 2 FLOP per active parameter."""
+    if block.kind == "measured" and not block.gemms:
+        experts = block.params_experts * block.top_k / block.num_experts if block.num_experts else 0
+        return 2.0 * (block.params + block.params_replicated + experts)
+    return forward_flops(block, 1.0, sequence_length)
+
+
+def basis_of(plan: Plan, machine: Machine, model: Model, *, egress_per_step: float = 0.0) -> Basis:
+    """Work out the basis from the blocks and chips of the plan, never from the model's name.
+
+    Model FLOPs are those of sim.model.amounts; the backward counts twice the forward. Recomputation
+    adds one forward ("full") or one attention core ("selective") of the layers in the cells that
+    recompute; embedding and head are never recomputed.
+
+    Args:
+        plan: with placement and mathematics. machine, model: what it was made for.
+        egress_per_step: [USD] of priced links, per step.
+
+    Raises:
+        InputError: a chip cannot compute in the plan's dtype, or the plan names blocks that the
+            model does not have.
+    """
+    placement, maths = plan.placement, plan.mathematics
+    forward, full, core = (defaultdict[int, float](float) for _ in range(3))
+    for segment in placement.segments:
+        first, last = segment.blocks
+        if last > len(model.blocks):
+            raise InputError(
+                f"stage {segment.stage} names blocks that {model.name} does not have",
+                found=f"blocks {first} to {last - 1}", expected=f"at most {len(model.blocks) - 1}",
+            )  # fmt: skip
+        for block in model.blocks[first:last]:
+            flops = _flops_per_token(block, maths.sequence_length)
+            forward[segment.cell] += flops
+            if 0 <= block.layer < max(model.num_layers, 1):
+                full[segment.cell] += flops
+                core[segment.cell] += attention_flops(block, 1.0, maths.sequence_length)
+    tokens = [n * maths.microbatch * maths.sequence_length for n in placement.microbatches]
+    model_flops = 3.0 * sum(forward.values()) * sum(tokens)
+    again = 0.0
+    for cell in placement.cells:
+        if cell.recompute != "none":
+            share = full if cell.recompute == "full" else core
+            again += share[cell.stage] * tokens[cell.replica]
+    chips = _chips(plan, machine)
+    priced = [c.price_per_s for c in chips]
+    return Basis(
+        tokens_per_step=float(sum(tokens)), num_chips=len(chips),
+        model_flops_per_step=model_flops, hardware_flops_per_step=model_flops + again,
+        peak_flops_per_s=sum(peak_of(c, maths.dtype) for c in chips), dtype=maths.dtype,
+        price_per_s=sum(priced) if chips and all(priced) else None,
+        egress_per_step=egress_per_step,
+    )  # fmt: skip
+
+
+def _chips(plan: Plan, machine: Machine) -> list[Accelerator]:
+    """The accelerator under each rank of a cell; chips that hold no rank are not counted."""
+    types: list[Accelerator] = []
+    for node in machine.nodes:
+        types += [machine.accelerators[node.accelerator]] * (node.chips[1] - node.chips[0])
+    on = plan.placement.chips
+    ranks = [r for cell in plan.placement.cells for r in cell.ranks]
+    return [types[on[r] if on else r] for r in ranks]
