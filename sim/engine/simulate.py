@@ -10,10 +10,8 @@ import msgspec
 from sim.cost.prices import Prices
 from sim.engine.execute import Execution, Outcome
 from sim.engine.messages import Handled, MessagePrice, Messages
-from sim.plan.deps import flatten
-from sim.plan.fold import fold_ranks, relations
+from sim.plan.fold import fold_plan
 from sim.plan.graph import OpGraph, build_graph
-from sim.plan.op import Op, Ref
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
 from sim.plan.program import Program
@@ -92,53 +90,11 @@ def lay_out(
     tables = resolve_tables(plan.tables, steps)
     classes = None
     if fold:
-        classes = _classes(plan, programs, wiring, tables, rank_keys, path, link_key)
+        classes = fold_plan(plan, programs, wiring, tables, rank_keys, path, link_key)
     graph = build_graph(programs, wiring, steps, classes, plan.buffers, blocking)
     return Layout(
         plan=plan, programs=programs, wiring=wiring, graph=graph, tables=tables, steps=steps
     )
-
-
-def _classes(
-    plan: Plan,
-    programs: tuple[Program, ...],
-    wiring: Wiring,
-    tables: Resolved,
-    rank_keys: Sequence[Hashable] | None,
-    path: Callable[[int, int], Sequence[int]] | None,
-    link_key: Callable[[int], Hashable] | None,
-) -> list[int]:
-    flats = [flatten(p) for p in programs]
-    program_of = {r: i for i, p in enumerate(programs) for r in p.ranks}
-    n = 1 + max(program_of, default=-1)
-    keys: list[Hashable] = []
-    for rank in range(n):
-        cell = wiring.cell_of.get(rank)
-        index = program_of.get(rank, -1)
-        what = (cell.accelerator, cell.tp, cell.cp, cell.offload) if cell else (rank,)
-        own = (
-            _own_amounts(rank, flats[index].ops, tables, wiring)
-            if index >= 0 and plan.tables
-            else ()
-        )
-        handler = (rank,) if index >= 0 and flats[index].handlers else ()
-        keys.append((index, what, own, handler, rank_keys[rank] if rank_keys else None))
-    pairs, groups = relations(wiring, [f.ops for f in flats], [p.ranks for p in programs])
-    return fold_ranks(keys, pairs, groups, path, link_key)
-
-
-def _own_amounts(
-    rank: int, ops: list[Op], tables: Resolved, wiring: Wiring
-) -> tuple[Hashable, ...]:
-    """Position in the groups when some late amount differs between members."""
-    refs: dict[Ref, None] = dict.fromkeys(op.ref for op in ops if op.ref is not None)
-    for ref in refs:
-        rows = [r.get(ref.key) for r in tables.rows.get(ref.table, [])] + [
-            tables.initial.get(ref.table, {}).get(ref.key)
-        ]
-        if any(isinstance(v, list) and any(x != v[0] for x in v) for v in rows):
-            return (rank,)
-    return ()
 
 
 def run_layout(

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from sim.plan.op import Op
+from sim.plan.deps import flatten
+from sim.plan.op import Op, Ref
+from sim.plan.plan import Plan
+from sim.plan.program import Program
+from sim.plan.tables import Resolved
 from sim.plan.wiring import Wiring, is_collective, is_transfer
 
-__all__ = ["fold_ranks", "relations"]
+__all__ = ["fold_plan", "fold_ranks", "relations"]
 
 LinkPath = Callable[[int, int], Sequence[int]]
 
@@ -103,3 +107,52 @@ def _renumber(keys: Sequence[Hashable]) -> list[int]:
     """Small integers for equal keys, in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(k, len(numbers)) for k in keys]
+
+
+def fold_plan(
+    plan: Plan,
+    programs: tuple[Program, ...],
+    wiring: Wiring,
+    tables: Resolved,
+    rank_keys: Sequence[Hashable] | None = None,
+    path: LinkPath | None = None,
+    link_key: Callable[[int], Hashable] | None = None,
+) -> list[int]:
+    """Classes of a plan's ranks.
+
+    Args:
+        plan, programs, wiring, tables: of the run.
+        rank_keys: per rank, what else must be equal (accelerator, faults). path, link_key: see
+            fold_ranks.
+    """
+    flats = [flatten(p) for p in programs]
+    program_of = {r: i for i, p in enumerate(programs) for r in p.ranks}
+    n = 1 + max(program_of, default=-1)
+    keys: list[Hashable] = []
+    for rank in range(n):
+        cell = wiring.cell_of.get(rank)
+        index = program_of.get(rank, -1)
+        what = (cell.accelerator, cell.tp, cell.cp, cell.offload) if cell else (rank,)
+        own = (
+            _own_amounts(rank, flats[index].ops, tables, wiring)
+            if index >= 0 and plan.tables
+            else ()
+        )
+        handler = (rank,) if index >= 0 and flats[index].handlers else ()
+        keys.append((index, what, own, handler, rank_keys[rank] if rank_keys else None))
+    pairs, groups = relations(wiring, [f.ops for f in flats], [p.ranks for p in programs])
+    return fold_ranks(keys, pairs, groups, path, link_key)
+
+
+def _own_amounts(
+    rank: int, ops: list[Op], tables: Resolved, wiring: Wiring
+) -> tuple[Hashable, ...]:
+    """Position in the groups when some late amount differs between members."""
+    refs: dict[Ref, None] = dict.fromkeys(op.ref for op in ops if op.ref is not None)
+    for ref in refs:
+        rows = [r.get(ref.key) for r in tables.rows.get(ref.table, [])] + [
+            tables.initial.get(ref.table, {}).get(ref.key)
+        ]
+        if any(isinstance(v, list) and any(x != v[0] for x in v) for v in rows):
+            return (rank,)
+    return ()

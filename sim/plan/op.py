@@ -48,7 +48,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
         stream: overrides the kind's stream ("host", "compute", ...).
         channel: second channel on the same members or pair.
         priority: key on a rank-local stream, smallest first; None for list order.
-        saves: "all" or "inputs" (F only).
+        saves: "all", "selective" (all but the attention core) or "inputs" (F only).
         recompute: "inner" when B contains the recomputation.
         reads: "latest" to wait for the last write appended before, "current" to take what is
             written at the start, "" for ops that read no version. writes: "next" when it makes one.

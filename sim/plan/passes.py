@@ -41,6 +41,9 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     ops: tuple[Op, ...] = ()
 
 
+SAVES = {"none": "all", "selective": "selective", "full": "inputs"}
+"""What F keeps under each recomputation policy."""
+
 Pass = Callable[[list[Variant], Plan, dict[str, Any]], list[Variant]]
 
 
@@ -68,9 +71,7 @@ def _compute(variant: Variant, slot: tuple[str, int, int]) -> Op:
     kind, stage, mb = slot
     keeps = variant.recompute != "none"
     if kind == "F":
-        return Op(
-            kind=kind, stage=stage, mb=mb, saves="inputs" if variant.recompute == "full" else "all"
-        )
+        return Op(kind=kind, stage=stage, mb=mb, saves=SAVES[variant.recompute])
     return Op(
         kind=kind, stage=stage, mb=mb, recompute="inner" if keeps and kind in ("B", "I") else ""
     )

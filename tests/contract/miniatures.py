@@ -216,7 +216,7 @@ def oases(num_layers: int = 2, collective: float = 0.5) -> Miniature:
     for i, s in enumerate(names):
         for p in (0, 1):
             dep = f"ALL_REDUCE.{p}[{names[i - 1]}f]" if i else "none"
-            text += [f"F.{p}[{s}] <- {dep}", f"ALL_REDUCE.{p}[{s}f] <- F.{p}[{s}]"]
+            text += [f"F.{p}[{s}]{{saves=inputs}} <- {dep}", f"ALL_REDUCE.{p}[{s}f] <- F.{p}[{s}]"]
     last = names[-1]
     for i, s in enumerate(reversed(names)):
         for p in (1, 0):

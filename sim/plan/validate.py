@@ -1,0 +1,333 @@
+"""Prove a plan well formed, over prologue, two repeats and epilogue, without a clock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from sim.errors import PlanError
+from sim.plan.deps import flatten
+from sim.plan.fold import fold_plan, relations
+from sim.plan.graph import OpGraph, build_graph
+from sim.plan.kinds import KINDS
+from sim.plan.op import Op
+from sim.plan.order import find_cycle
+from sim.plan.passes import expand
+from sim.plan.plan import Plan
+from sim.plan.program import Program, walk
+from sim.plan.tables import resolve_tables
+from sim.plan.wiring import Wiring, wire
+
+__all__ = ["validate"]
+
+Key = tuple[int, int, int, str]
+
+
+def validate(plan: Plan) -> None:
+    """Check every rule of the plan format.
+
+    Proves: every block is placed once per replica; each (microbatch, part, segment) of a cell has
+    one F, one recomputation if and only if that F drops activations, then B, or I and W; each
+    gradient is reduced once and applied once, after all of it is there; only inexact plans read
+    whatever version there is; members list the same order and nothing waits in a circle with the
+    declared buffers; live activations and gathered parameters are back where they were after every
+    step.
+
+    Raises:
+        PlanError: the first rule that is broken, with the rank and the op.
+    """
+    _exactness(plan)
+    _placement(plan)
+    programs, wiring = expand(plan), wire(plan.placement)
+    _ranks(plan, programs)
+    for program in programs:
+        rank = program.ranks[0]
+        ops = list(walk(program))
+        _versions(plan, program)
+        cell = wiring.cell_of.get(rank)
+        if cell is None or not any(op.kind == "F" for op in ops):
+            continue
+        microbatches = plan.placement.microbatches
+        _passes(rank, ops, wiring, microbatches[cell.replica] if microbatches else 1)
+        _updates(rank, ops, wiring, required=bool(plan.lowering))
+    graph = build_graph(programs, wiring, 2, _classes(plan, programs, wiring), plan.buffers)
+    cycle = find_cycle(graph)
+    if cycle:
+        names = " <- ".join(graph.label(node) for node in cycle[:6])
+        raise PlanError(
+            f"ops wait for one another in a circle with {plan.buffers} buffers",
+            key="programs",
+            found=names,
+            expected="an order in which every op can start",
+        )
+    _applied_last(graph)
+
+
+def _classes(plan: Plan, programs: tuple[Program, ...], wiring: Wiring) -> list[int] | None:
+    """Fold equal ranks, unless ranks of one class talk to each other: a circle would be hidden."""
+    classes = fold_plan(plan, programs, wiring, resolve_tables(plan.tables, 2))
+    flats = [flatten(p).ops for p in programs]
+    pairs, _ = relations(wiring, flats, [p.ranks for p in programs])
+    return None if any(classes[a] == classes[b] for _, a, b in pairs) else classes
+
+
+def _exactness(plan: Plan) -> None:
+    if not plan.exact and not plan.reason:
+        raise PlanError("an inexact plan must say why", key="reason", expected="a reason")
+    if plan.exact and plan.reason:
+        raise PlanError(
+            "an exact plan has no reason to be inexact", key="reason", found=plan.reason
+        )
+    if plan.buffers < 0:
+        raise PlanError(
+            "buffers cannot be negative", key="buffers", found=str(plan.buffers), expected=">= 0"
+        )
+
+
+def _placement(plan: Plan) -> None:
+    placement = plan.placement
+    ranks = [r for c in placement.cells for r in c.ranks] + list(placement.extra_ranks)
+    if sorted(ranks) != list(range(len(ranks))):
+        raise PlanError(
+            "every rank belongs to exactly one cell",
+            key="placement.cells",
+            found=f"{len(ranks)} entries",
+            expected=f"ranks 0 to {len(set(ranks)) - 1}, each once",
+        )
+    for cell in placement.cells:
+        if cell.tp * cell.cp != len(cell.ranks):
+            raise PlanError(
+                f"cell ({cell.stage}, {cell.replica}): tp x cp must be its number of ranks",
+                key="placement.cells",
+                found=f"{cell.tp} x {cell.cp} for {len(cell.ranks)} ranks",
+                expected=str(len(cell.ranks)),
+            )
+    shape = Counter(c.stage for c in placement.cells)
+    if len(set(shape.values())) > 1:
+        raise PlanError(
+            "all replicas have the same stages", key="placement.cells", found=str(dict(shape))
+        )
+    if placement.microbatches and len(placement.microbatches) != placement.num_replicas:
+        raise PlanError(
+            "one number of microbatches per replica",
+            key="placement.microbatches",
+            found=str(len(placement.microbatches)),
+            expected=str(placement.num_replicas),
+        )
+    if placement.chips and (
+        len(placement.chips) != len(ranks) or len(set(placement.chips)) != len(ranks)
+    ):
+        raise PlanError(
+            "one chip per rank, each used once",
+            key="placement.chips",
+            found=f"{len(placement.chips)} chips",
+            expected=f"{len(ranks)}",
+        )
+    _blocks_once(plan)
+
+
+def _blocks_once(plan: Plan) -> None:
+    """Segments of blocks form a partition: no layer is dropped or placed twice."""
+    spans = sorted(s.blocks for s in plan.placement.segments if s.blocks != (0, 0))
+    if not spans:
+        return
+    expected = 0
+    for first, last in spans:
+        if first != expected or last <= first:
+            raise PlanError(
+                "every block is placed once",
+                key="placement.segments",
+                found=f"blocks {first} to {last - 1}",
+                expected=f"a segment that starts at block {expected}",
+            )
+        expected = last
+
+
+def _ranks(plan: Plan, programs: tuple[Program, ...]) -> None:
+    covered = Counter(r for p in programs for r in p.ranks)
+    missing = set(range(plan.placement.num_ranks)) - set(covered)
+    twice = [r for r, n in covered.items() if n > 1]
+    if missing or twice:
+        raise PlanError(
+            "every rank has exactly one program",
+            key="programs",
+            found=f"rank {min(missing)} has none" if missing else f"rank {twice[0]} has two",
+        )
+
+
+def _versions(plan: Plan, program: Program) -> None:
+    handled = {id(op) for b in program.blocks if b.form == "on" for op in b.items}
+    for op in walk(program):
+        if op.reads and plan.exact:
+            raise PlanError(
+                f"{op.name} reads {op.reads}, which changes the mathematics",
+                key="exact",
+                found="true",
+                expected="false with a reason",
+            )
+        if op.reads and id(op) not in handled:
+            raise PlanError(f"{op.name} reads {op.reads} outside an on block", key="programs")
+        if op.kind not in KINDS:
+            raise PlanError("unknown op kind", key="programs", found=op.kind)
+
+
+def _passes(rank: int, ops: list[Op], wiring: Wiring, microbatches: int) -> None:
+    """One F, then its recomputation, B, or I and W, for each (stage, microbatch, part, segment)."""
+    seen: dict[str, dict[Key, list[tuple[int, Op]]]] = defaultdict(lambda: defaultdict(list))
+    for i, op in enumerate(ops):
+        if op.kind in ("F", "R", "B", "I", "W"):
+            seen[op.kind][wiring.stage_of(op, rank), op.mb, op.part, op.label].append((i, op))
+    forward = seen["F"]
+    numbers = {k[1] for k in forward} - {-1}
+    if numbers and numbers != set(range(microbatches)):
+        raise PlanError(
+            f"rank {rank} does not run every microbatch",
+            key="programs",
+            found=f"microbatches {_ranges(numbers)}",
+            expected=f"0 to {microbatches - 1}",
+        )
+    stages = {k[0] for k in forward}
+    if wiring.stages(rank) and stages - {-1} != wiring.stages(rank):
+        raise PlanError(
+            f"rank {rank} does not run the stages it hosts",
+            key="programs",
+            found=f"stages {_ranges(stages)}",
+            expected=f"stages {_ranges(wiring.stages(rank))}",
+        )
+    for kind in ("R", "B", "I", "W"):
+        for key in seen[kind]:
+            if key not in forward:
+                raise PlanError(
+                    f"rank {rank}: {seen[kind][key][0][1].name} has no F", key="programs"
+                )
+    for key, hits in forward.items():
+        _one_pass(rank, key, hits, seen)
+    _same_parts(rank, forward)
+
+
+def _one_pass(
+    rank: int,
+    key: Key,
+    hits: list[tuple[int, Op]],
+    seen: dict[str, dict[Key, list[tuple[int, Op]]]],
+) -> None:
+    first, op = hits[0]
+    if len(hits) != 1:
+        raise PlanError(
+            f"rank {rank}: {op.name} runs {len(hits)} times in a step",
+            key="programs",
+            expected="once",
+        )
+    backward, dgrad, wgrad = (seen[k].get(key, []) for k in ("B", "I", "W"))
+    if (len(backward), len(dgrad), len(wgrad)) not in ((1, 0, 0), (0, 1, 1)):
+        raise PlanError(
+            f"rank {rank}: {op.name} needs one B, or one I and one W",
+            key="programs",
+            found=f"{len(backward)} B, {len(dgrad)} I, {len(wgrad)} W",
+        )
+    again = len(seen["R"].get(key, [])) + sum(o.recompute == "inner" for _, o in backward + dgrad)
+    wanted = 0 if op.saves == "all" else 1
+    if again != wanted:
+        raise PlanError(
+            f"rank {rank}: {op.name} saves {op.saves} and is recomputed {again} times",
+            key="programs",
+            expected=f"{wanted} recomputation, as R or inside B",
+        )
+    order = [
+        first,
+        *(i for i, _ in seen["R"].get(key, [])),
+        *(i for i, _ in backward + dgrad + wgrad),
+    ]
+    if order != sorted(order):
+        raise PlanError(
+            f"rank {rank}: {op.name} comes after its recomputation or backward", key="programs"
+        )
+
+
+def _same_parts(rank: int, forward: Iterable[Key]) -> None:
+    """Every microbatch of a stage has the same segments in the same number of parts."""
+    shapes: dict[tuple[int, int], set[tuple[int, str]]] = defaultdict(set)
+    for stage, mb, part, label in forward:
+        shapes[stage, mb].add((part, label))
+    first: dict[int, set[tuple[int, str]]] = {}
+    for (stage, mb), shape in sorted(shapes.items()):
+        parts = {p for p, _ in shape}
+        whole = parts == {-1} or parts == set(range(len(parts)))
+        if first.setdefault(stage, shape) != shape or not whole:
+            raise PlanError(
+                f"rank {rank}: microbatch {mb} of stage {stage} misses a part or a segment",
+                key="programs",
+                found=str(sorted(shape)),
+                expected=str(sorted(first[stage])),
+            )
+
+
+def _updates(rank: int, ops: list[Op], wiring: Wiring, *, required: bool) -> None:
+    """Each gradient is reduced at most once and applied once; lowered plans must reduce it."""
+    count: Counter[tuple[str, int, str]] = Counter()
+    for op in ops:
+        if op.kind in ("REDUCE_GRAD", "OPT", "UNSHARD", "RESHARD"):
+            count[op.kind, wiring.stage_of(op, rank), op.label] += 1
+    gathered = sum(n for k, n in count.items() if k[0] == "UNSHARD")
+    dropped = sum(n for k, n in count.items() if k[0] == "RESHARD")
+    if dropped and gathered != dropped:
+        raise PlanError(
+            f"rank {rank}: gathered parameters are not dropped as often",
+            key="programs",
+            found=f"{gathered} UNSHARD, {dropped} RESHARD",
+        )
+    stages = {wiring.stage_of(op, rank) for op in ops if op.kind == "F"}
+    sends = any(op.kind == "PUSH" for op in ops)
+    for stage in stages:
+        applied = any(k[0] == "OPT" and k[1] in (stage, -1) for k in count)
+        if not applied and not sends:
+            raise PlanError(
+                f"rank {rank}: the gradient of stage {stage} is never applied",
+                key="programs",
+                expected=f"{stage}OPT",
+            )
+        replicated = bool(wiring.of_rank.get((rank, "dp")))
+        if required and replicated and not count["REDUCE_GRAD", stage, ""]:
+            raise PlanError(
+                f"rank {rank}: the gradient of stage {stage} is never reduced",
+                key="programs",
+                expected=f"{stage}REDUCE_GRAD",
+            )
+
+
+def _applied_last(graph: OpGraph) -> None:
+    """An update comes after every backward of its stage (and segment) in its own step."""
+    src = np.concatenate([graph.dep_src, graph.order_src])
+    dst = np.concatenate([graph.dep_dst, graph.order_dst])
+    order = np.argsort(dst, kind="stable")
+    before, bounds = src[order], np.searchsorted(dst[order], np.arange(graph.num_nodes + 1))
+    backward: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+    for node, op in enumerate(graph.ops):
+        if op.kind in ("B", "W"):
+            backward[int(graph.actor[node]), int(graph.step[node]), op.stage, op.label].append(node)
+    for node, op in enumerate(graph.ops):
+        if op.kind != "OPT" or graph.step[node] != 0:
+            continue
+        key = (int(graph.actor[node]), 0, op.stage, op.label)
+        wanted = set(backward.get(key, ()))
+        seen, stack = {node}, [node]
+        while stack and wanted:
+            last = stack.pop()
+            for k in before[bounds[last] : bounds[last + 1]].tolist():
+                if k not in seen:
+                    seen.add(k)
+                    wanted.discard(k)
+                    stack.append(k)
+        if wanted:
+            raise PlanError(
+                f"{graph.label(node)} updates before all of its gradient is there",
+                key="programs",
+                found=f"{graph.ops[min(wanted)].name} may still run",
+                expected="a dependency on it",
+            )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(numbers)))
