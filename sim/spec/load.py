@@ -156,6 +156,8 @@ def _parse_yaml(text: str, file: str) -> Any:
         _refuse_mark(error, f"not valid YAML: {error.problem or error.context}", file)
     except (YAMLError, ValueError) as error:
         raise InputError(f"not valid YAML: {error}", file=file) from None
+    except RecursionError:
+        raise InputError("not valid YAML: nested too deeply", file=file) from None
 
 
 def _refuse_mark(error: MarkedYAMLError, message: str, file: str) -> NoReturn:
