@@ -20,6 +20,7 @@ help:
 	@echo "make test-env  build .venv with what the tests need"
 	@echo "make runtime-env  add PyTorch (TORCH_INDEX=url for another package index)"
 
+# Install and run times apart; the exit code is the command's own.
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.core || exit 1; \
 	 installed=$$(date +%s); echo "install: $$((installed - start)) s"; \
@@ -32,6 +33,7 @@ test: test-env lint
 lint: test-env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/mypy
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import platform
 import re
 from importlib import metadata
-from importlib.resources import files
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+import hardware_profiles
 from sim.cli_output import JsonOption, emit
 from sim.optional import EXTRAS, missing_modules
 
 __all__ = ["PACKAGES", "Check", "Diagnosis", "diagnose", "package_owners", "register"]
 
 PACKAGES = ("hardware_profiles", "real_runtime", "sim", "strategies")
-PROFILE_KINDS = ("accelerators", "links", "nodes", "clusters")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -73,13 +72,13 @@ def diagnose(broken_plugins: tuple[str, ...] = ()) -> Diagnosis:
         broken_plugins: messages of command plug-ins that could not be loaded.
     """
     owners = package_owners()
-    profiles = {kind: _count_profiles(kind) for kind in PROFILE_KINDS}
+    profiles = {kind: _count_profiles(kind) for kind in hardware_profiles.KINDS}
     checks = [
         Check(f"package {name} has one owner", len(who) == 1, ", ".join(who) or "none")
         for name, who in owners.items()
     ]
     checks.append(
-        Check("bundled profiles found", any(profiles.values()), f"{sum(profiles.values())} files")
+        Check("bundled profiles found", all(profiles.values()), f"{sum(profiles.values())} files")
     )
     checks.append(
         Check("command plug-ins load", not broken_plugins, "; ".join(broken_plugins) or "all")
@@ -113,10 +112,8 @@ def register(doctor_app: typer.Typer, broken_plugins: tuple[str, ...] = ()) -> N
 
 
 def _count_profiles(kind: str) -> int:
-    folder = files("hardware_profiles") / kind
-    if not folder.is_dir():
-        return 0
-    return sum(1 for f in folder.iterdir() if f.name.endswith(".yaml"))
+    suffix = ".json" if kind == "models" else ".yaml"
+    return sum(f.name.endswith(suffix) for f in hardware_profiles.folder(kind).iterdir())
 
 
 def _core_versions() -> dict[str, str]:
