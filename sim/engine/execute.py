@@ -64,6 +64,7 @@ class Execution:
 
     Attributes:
         begin: nodes whose end something else decides; called at their start.
+        survives: (node, end) -> False when the node's chip is gone by then; None for no loss.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Execution:
             self.mode[node] = BY_EVENT
         self.finish_of = finish_of
         self.begin: dict[int, Callable[[int], None]] = {}
+        self.survives: Callable[[int, float], bool] | None = None
         self._running: dict[int, int] = {}
         self._queues: dict[int, list[tuple[float, int]]] = {}
         self._busy: dict[int, bool] = {}
@@ -147,7 +149,9 @@ class Execution:
                     ready.append(other)
 
     def finish(self, node: int, t: float) -> None:
-        """An event-driven node ends at ``t`` [s]."""
+        """An event-driven node ends at ``t`` [s], if its chips live to see it."""
+        if self.survives and not self.survives(node, t):
+            return
         self.end[node] = t
         self.settle([node], [])
         if self.mode[node] == BY_PRIORITY:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 
 from sim.errors import InputError, PlanError
-from sim.model.amounts import forward_flops
+from sim.model.amounts import dtype_bytes, forward_flops
 from sim.model.graph import Model
 from sim.plan.draft import PlanDraft
 from sim.plan.passes import standard_calls
@@ -39,7 +39,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
             expected=str(job.global_batch),
         )
     derive_groups(placement)
-    if not draft.exact and not job.allow_inexact:
+    if not draft.exact and not job.limits.allow_inexact:
         raise InputError(
             f"the plan changes the mathematics ({draft.reason}) and the job does not allow it",
             key="job.limits.allow_inexact",
@@ -240,17 +240,18 @@ def _tied(model: Model, placement: Placement) -> tuple[int, ...]:
 
 def _amounts(problem: Problem, placement: Placement, microbatch: int) -> dict[str, Amount]:
     """Amounts per microbatch, before splitting: forward, boundary transfer, gradient and update."""
-    tokens = float(microbatch * problem.job.sequence_length)
+    job = problem.job
+    tokens = float(microbatch * job.sequence_length)
     found = {}
     for s in placement.segments:
         blocks = problem.model.blocks[s.blocks[0] : s.blocks[1]]
-        flops = sum(forward_flops(b, tokens, problem.job.sequence_length) for b in blocks)
+        flops = sum(forward_flops(b, tokens, job.sequence_length) for b in blocks)
         params = float(sum(b.params + b.params_replicated + b.params_experts for b in blocks))
         found[f"{s.stage}F"] = Amount(flops=flops, tokens=tokens)
         found[f"{s.stage}B"] = Amount(flops=2 * flops, tokens=tokens)
-        found[f"{s.stage}OPT"] = Amount(nbytes=params)
+        found[f"{s.stage}OPT"] = Amount(nbytes=params * dtype_bytes(job.reduction_dtype))
     for b in placement.boundaries:
         found[f"{b.src}SEND_F" + (f"[{b.name}]" if b.name else "")] = Amount(
-            nbytes=tokens * b.elements, tokens=tokens
+            nbytes=tokens * b.elements * job.activation_bytes, tokens=tokens
         )
     return found
