@@ -1,0 +1,7 @@
+"""The built-in strategies: importing this module registers all of them."""
+
+from __future__ import annotations
+
+from strategies import data, expert, pipeline, recompute, tensor
+
+__all__ = ["data", "expert", "pipeline", "recompute", "tensor"]

@@ -1,0 +1,108 @@
+"""Compose strategies into one draft: order of axes, conflicts, and who changed what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sim.errors import InputError, PlanError, UsageError
+from sim.plan.draft import PlanDraft
+from sim.problem import Problem
+from strategies.base import AXES, Strategy, changed_fields, draft_or_default
+from strategies.registry import get, names
+
+__all__ = ["REQUIRED", "check_conflicts", "compose"]
+
+Choice = tuple[Strategy[Any] | str, Any]
+
+REQUIRED = ("cells.chips", "cells.stage", "data.microbatches", "pipeline.cuts")
+"""Fields somebody must own in a complete draft."""
+
+
+def compose(
+    problem: Problem,
+    choices: Sequence[Choice],
+    *,
+    start: PlanDraft | None = None,
+    complete: bool = True,
+) -> PlanDraft:
+    """Apply strategies to a draft, in the order of ``strategies.base.AXES``.
+
+    Args:
+        problem: cluster, model, job.
+        choices: (strategy or its name, its knobs: the record or a dict of its fields).
+        start: draft to start from; None for an empty one.
+        complete: refuse choices that leave the grid, the microbatches or the cuts open.
+
+    Raises:
+        UsageError: two strategies own the same knob, or one is missing.
+        InputError: knobs do not fit, or are illegal; PlanError: a strategy changed a knob it does
+            not own.
+    """
+    resolved = [(get(s) if isinstance(s, str) else s, k) for s, k in choices]
+    check_conflicts([s for s, _ in resolved])
+    if complete and start is None:
+        _check_complete([s for s, _ in resolved])
+    draft = draft_or_default(problem, start)
+    for strategy, knobs in sorted(resolved, key=lambda c: _rank(c[0])):
+        after = strategy.apply(problem, draft, _knobs(strategy, knobs))
+        foreign = changed_fields(draft, after) - _may_change(strategy)
+        if foreign:
+            raise PlanError(
+                f"strategy {strategy.name} changed a knob it does not own",
+                key="strategy",
+                found=", ".join(sorted(foreign)),
+                expected=", ".join(sorted(strategy.owns)),
+            )
+        draft = after
+    return draft
+
+
+def check_conflicts(chosen: Sequence[Strategy[Any]]) -> None:
+    """Prove that no two strategies own the same knob.
+
+    Raises:
+        UsageError: names the knob and both strategies.
+    """
+    owner: dict[str, str] = {}
+    for strategy in chosen:
+        for field in sorted(strategy.owns):
+            if field in owner:
+                raise UsageError(
+                    f"strategies {owner[field]} and {strategy.name} both set {field}; choose one"
+                )
+            owner[field] = strategy.name
+
+
+def _may_change(strategy: Strategy[Any]) -> frozenset[str]:
+    """Who forms cells from chips also numbers them."""
+    numbers = {"cells.stage", "cells.replica"} if "cells.chips" in strategy.owns else set()
+    return strategy.owns | numbers
+
+
+def _rank(strategy: Strategy[Any]) -> int:
+    return AXES.index(strategy.axis) if strategy.axis in AXES else len(AXES)
+
+
+def _check_complete(chosen: Sequence[Strategy[Any]]) -> None:
+    owned = frozenset[str]().union(*(s.owns for s in chosen))
+    for field in REQUIRED:
+        if field not in owned:
+            able = " or ".join(n for n in names() if field in get(n).owns)
+            raise UsageError(f"no strategy sets {field}; add {able}")
+
+
+def _knobs(strategy: Strategy[Any], knobs: Any) -> Any:
+    if isinstance(knobs, strategy.knobs):
+        return knobs
+    try:
+        return msgspec.convert(knobs, strategy.knobs)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"knobs of strategy {strategy.name}: {error}",
+            key="strategy",
+            found=repr(knobs),
+            expected=", ".join(strategy.knobs.__struct_fields__),
+        ) from None
