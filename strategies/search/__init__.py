@@ -1,0 +1,1 @@
+"""Search: from a problem to the best plan, over arrays of candidates."""

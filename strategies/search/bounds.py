@@ -1,0 +1,123 @@
+"""Closed forms of the step time: an estimate to rank by, and a bound that is proven.
+
+Both take the same arrays as the exact recurrence and cost a few operations per plan and stage.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.search.recurrence import StageTimes, Sync
+from strategies.search.skeleton import Shape
+
+__all__ = ["balanced_bound", "estimate", "lower_bound"]
+
+Floats = NDArray[np.float64]
+
+
+def _passes(shape: Shape, times: StageTimes) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """F, B (or I) and W per virtual stage, and what a microbatch waits at each boundary."""
+    weight = times.weight if shape.splits else np.zeros_like(times.weight)
+    down, up = np.zeros_like(times.forward), np.zeros_like(times.forward)
+    gather_f = np.where(times.gathers, times.gather_f, 0.0)
+    gather_b = np.where(times.gathers, times.gather_b, 0.0)
+    if shape.num_stages > 1:
+        down[:, 1:] = times.send_f[:, :-1] + gather_f[:, 1:]
+        up[:, :-1] = times.send_b[:, 1:] + gather_b[:, :-1]
+    return times.forward, times.backward, weight, down, up
+
+
+def _before(values: Floats) -> Floats:
+    """Exclusive running sum over stages."""
+    return np.cumsum(values, axis=1) - values
+
+
+def _round_trip(forward: Floats, backward: Floats, down: Floats, up: Floats) -> Floats:
+    """From the start of a microbatch's F on stage v to the end of its B there."""
+    work = np.cumsum((forward + backward)[:, ::-1], axis=1)[:, ::-1]
+    wire = np.zeros_like(work)
+    both = down[:, 1:] + up[:, :-1]
+    wire[:, :-1] = np.cumsum(both[:, ::-1], axis=1)[:, ::-1]
+    return work + wire
+
+
+def estimate(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
+    """Step time by the closed form [s], shape (K,): one pass through the pipeline, then a period.
+
+    period = max over stages of their own work, and of the round trip behind them over the
+    microbatches in flight there (P - s); time = first round trip + (m - 1) period. For the
+    interleaved schedule the period is a position's work on all chunks, and the first round trip
+    that of one chunk. Not a bound in either direction; used to rank, never to exclude.
+    """
+    forward, backward, weight, down, up = _passes(shape, times)
+    own = forward + backward + weight
+    m, p, chunks = shape.num_microbatches, shape.num_stages, shape.chunks
+    tail = _tail(sync).max(axis=1) + sync.barrier
+    if chunks > 1:
+        period = own.reshape(len(own), chunks, p).sum(axis=1).max(axis=1)
+        once = (own + down + up).sum(axis=1) / chunks
+        return np.asarray(once + (m - 1 / chunks) * period + tail)
+    trip = _round_trip(forward, backward, down, up)
+    flight = np.minimum(np.arange(p, 0, -1), m)
+    period = np.maximum(own.max(axis=1), (trip / flight).max(axis=1))
+    if shape.schedule == "gpipe":
+        period = own.max(axis=1)
+    return np.asarray(trip[:, 0] + weight[:, 0] + (m - 1) * period + tail)
+
+
+def lower_bound(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
+    """A bound no schedule of this shape can beat [s], shape (K,).
+
+    For every virtual stage s: nothing can start there before a microbatch has come through the
+    stages before it; then its position's stream must do every pass it is given; and after the last
+    backward pass of s the stages before it still have to do theirs, and whoever ends last has its
+    gradient sum and update to do. With 1F1B order, additionally: F of microbatch i + (P - s) is
+    listed after B of microbatch i, so every P - s microbatches cost a whole round trip behind s.
+    Never more than the exact recurrence (property test).
+    """
+    forward, backward, weight, down, up = _passes(shape, times)
+    p, m, chunks = shape.num_stages, shape.num_microbatches, shape.chunks
+    fill = _before(forward) + np.cumsum(down, axis=1)
+    # From the end of the last backward pass on s to the end of the last one on stage 0.
+    drain = _before(backward + up)
+    own = forward + backward + weight
+    tail = _tail(sync)
+    if chunks > 1:
+        work = own.reshape(len(own), chunks, p).sum(axis=1)
+        least = tail.reshape(len(own), chunks, p).min(axis=1)
+        return np.asarray((fill[:, :p] + m * work + least).max(axis=1) + sync.barrier)
+    late = _late_weights(shape)
+    stream = fill + m * (forward + backward) + (m - late) * weight
+    ends = np.maximum(stream + late * weight + tail, stream + drain + tail[:, :1])
+    trip = _round_trip(forward, backward, down, up)
+    if shape.schedule != "gpipe":
+        flight = np.arange(p, 0, -1)
+        turns, rest = np.divmod(m - 1, flight)
+        ends = np.maximum(ends, fill + rest * forward + (turns + 1) * trip + drain + tail[:, :1])
+    return np.asarray(ends.max(axis=1) + sync.barrier)
+
+
+def _late_weights(shape: Shape) -> Floats:
+    """W passes listed after a position's last I, per position."""
+    m, p = shape.num_microbatches, shape.num_stages
+    if shape.schedule == "zb-h1":
+        return np.minimum(np.arange(p) + 1, m).astype(np.float64)
+    return np.full(p, 1.0 if shape.splits else 0.0)
+
+
+def _tail(sync: Sync) -> Floats:
+    """What a virtual stage still does when its gradient is complete."""
+    return np.asarray(np.maximum(sync.reduce, sync.reduce_experts) + sync.update + sync.unshard)
+
+
+def balanced_bound(num_microbatches: Floats, layers: float, rate: Floats) -> Floats:
+    """Least step time, m * L / sum(stages / layer time): even real-valued layers cannot do better (H2, 2.4 (d)).
+
+    Some stage has at least its share of the layers, and the stream of that stage does all its
+    passes once per microbatch; embedding, head, transfers and filling come on top.
+
+    Args:
+        num_microbatches: m. layers: L. rate: sum over stages of 1 / layer time [1/s].
+    """
+    return np.asarray(num_microbatches * layers / rate)

@@ -1,0 +1,181 @@
+"""Exact step times of many pipelines at once: max-plus over a shared skeleton.
+
+K plans of one shape (schedule, positions, microbatches) are evaluated level by level, every level
+as one operation on arrays (nodes of the level, K). Equal to sim.engine.maxplus.longest_path on the
+lowered graph without contention (Baccelli et al. 1992, chapter 2).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.search.skeleton import Shape, Skeleton, skeleton
+
+__all__ = ["Ready", "StageTimes", "Sync", "run_pipeline", "step_times", "synchronise"]
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+CELLS = 8_000_000
+"""Most array cells (nodes x plans) evaluated together: 64 MB."""
+
+
+class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of K plans over V virtual stages [s], shape (K, V) each.
+
+    Args:
+        forward: F. backward: B, or I when the weight gradient is apart.
+        weight: W; ignored by shapes that do not split the backward pass.
+        send_f: transfer from stage v to v + 1 (entry V - 1 is ignored).
+        send_b: transfer from stage v to v - 1 (entry 0 is ignored).
+        gather_f, gather_b: all-gather behind the transfer that arrives at stage v; it counts where
+            ``gathers`` is True.
+        gathers: (K, V) True where the receiving cell re-assembles what arrives (tp > 1 without
+            sequence parallelism).
+    """
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    send_f: Floats
+    send_b: Floats
+    gather_f: Floats
+    gather_b: Floats
+    gathers: Bools
+
+    def take(self, rows: slice | NDArray[np.int64]) -> StageTimes:
+        """Return the plans ``rows``."""
+        return StageTimes(**{k: getattr(self, k)[rows] for k in self.__struct_fields__})
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Where the passes of K plans end.
+
+    Args:
+        gradient: [s] shape (K, V), when a virtual stage's gradient is complete.
+        free: [s] shape (K, P), when a position's compute stream has done its last pass.
+    """
+
+    gradient: Floats
+    free: Floats
+
+
+class Sync(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows the last backward pass of K plans [s].
+
+    Args:
+        reduce: REDUCE_GRAD, shape (K, V). reduce_experts: that of expert gradients, on a group of
+            its own. update: OPT. unshard: UNSHARD. embed: shape (K,), the ALL_REDUCE between first
+            and last stage of a tied embedding, 0 without.
+        barrier: shape (K,).
+    """
+
+    reduce: Floats
+    reduce_experts: Floats
+    update: Floats
+    unshard: Floats
+    embed: Floats
+    barrier: Floats
+
+
+def run_pipeline(shape: Shape, times: StageTimes) -> Ready:
+    """Run the passes of K plans of one shape.
+
+    Args:
+        shape: schedule and sizes. times: of the K plans.
+
+    Raises:
+        InputError: the schedule does not take this shape.
+    """
+    graph = skeleton(shape)
+    count = len(times.forward)
+    width = max(1, min(count, CELLS // len(graph.row)))
+    gradient, free = np.empty((count, graph.virtual)), np.empty((count, shape.num_stages))
+    for first in range(0, count, width):
+        rows = slice(first, first + width)
+        end = _walk(graph, times.take(rows))
+        gradient[rows], free[rows] = end[graph.gradient].T, end[graph.last].T
+    return Ready(gradient, free)
+
+
+def _walk(graph: Skeleton, times: StageTimes) -> Floats:
+    """End of every node [s], shape (N, K)."""
+    masks = times.gathers.T
+    rows = [
+        times.forward,
+        times.backward,
+        times.weight,
+        times.send_f,
+        times.send_b,
+        np.where(times.gathers, times.gather_f, 0.0),
+        np.where(times.gathers, times.gather_b, 0.0),
+    ]
+    seconds = np.concatenate([r.T for r in rows])
+    # A buffer is released by the gather where there is one, else by the op that consumes it.
+    positions = graph.shape.num_stages
+    behind = np.where(masks[:positions], 0.0, -np.inf)
+    direct = np.where(masks[:positions], -np.inf, 0.0)
+    end = np.zeros((len(graph.row), len(times.forward)))
+    for a, b in zip(graph.levels[:-1].tolist(), graph.levels[1:].tolist(), strict=True):
+        start = end[graph.ends[a:b, 0]]
+        for column in range(1, graph.ends.shape[1]):
+            before = graph.ends[a:b, column]
+            some = np.flatnonzero(before)
+            if len(some):
+                start[some] = np.maximum(start[some], end[before[some]])
+        gated = np.flatnonzero(graph.gate_compute[a:b])
+        if len(gated):
+            place = graph.position[a:b][gated]
+            for source, bias in (
+                (graph.gate_gather[a:b][gated], behind),
+                (graph.gate_compute[a:b][gated], direct),
+            ):
+                release = end[source] - seconds[graph.row[source]] + bias[place]
+                start[gated] = np.maximum(start[gated], release)
+        end[a:b] = start + seconds[graph.row[a:b]]
+    return end
+
+
+def synchronise(ready: Ready, sync: Sync, chunks: int = 1) -> Floats:
+    """End of the step [s], shape (K,): gradient sums, update, gathered parameters, barrier.
+
+    Args:
+        ready: of the slowest replica. sync: times. chunks: virtual stages per position.
+    """
+    count, virtual = ready.gradient.shape
+    positions = virtual // chunks
+    reduced, experts = np.empty((count, virtual)), np.empty((count, virtual))
+    stream = np.zeros((count, positions))
+    for p in range(positions):
+        # The last backward pass of the last chunk comes first.
+        tail = np.zeros(count)
+        for v in range(virtual - positions + p, -1, -positions):
+            begin = ready.gradient[:, v]
+            stream[:, p] = reduced[:, v] = np.maximum(begin, stream[:, p]) + sync.reduce[:, v]
+            tail = experts[:, v] = np.maximum(begin, tail) + sync.reduce_experts[:, v]
+    tied = sync.embed > 0
+    shared = np.maximum(reduced[:, 0], reduced[:, -1]) + sync.embed
+    total = np.zeros(count)
+    for p in range(positions):
+        clock = ready.free[:, p]
+        gathered = stream[:, p]
+        for v in range(p, virtual, positions):
+            wait = np.maximum(reduced[:, v], experts[:, v])
+            if v in (0, virtual - 1):
+                wait = np.where(tied, np.maximum(wait, shared), wait)
+            clock = np.maximum(clock, wait) + sync.update[:, v]
+            sent = np.maximum(gathered, clock) + sync.unshard[:, v]
+            gathered = np.where(sync.unshard[:, v] > 0, sent, gathered)
+            total = np.maximum(total, np.maximum(clock, gathered))
+    return np.asarray(total + sync.barrier)
+
+
+def step_times(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
+    """Exact step times of K plans with equal replicas [s], shape (K,).
+
+    Args:
+        shape: schedule and sizes. times: passes and transfers. sync: what follows.
+    """
+    return synchronise(run_pipeline(shape, times), sync, shape.chunks)
