@@ -29,9 +29,10 @@ class Flat:
         counts: repeat id -> count (STEPS for the run's steps).
         layout: the blocks as ("op", position) and ("repeat", id, layout) for unrolling.
         handlers: ``on`` blocks, message kind -> ops.
+        same: first position of the op's name, for names that stand in several blocks.
     """
 
-    __slots__ = ("counts", "handlers", "layout", "ops", "paths")
+    __slots__ = ("counts", "handlers", "layout", "ops", "paths", "same")
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -39,6 +40,7 @@ class Flat:
         self.counts: list[int] = []
         self.layout: list[tuple[object, ...]] = []
         self.handlers: dict[str, tuple[Op, ...]] = {}
+        self.same: list[int] = []
 
 
 def flatten(program: Program) -> Flat:
@@ -73,6 +75,11 @@ def flatten(program: Program) -> Flat:
 
     for block in program.blocks:
         visit(block, (), flat.layout)
+    first: dict[tuple[object, ...], int] = {}
+    flat.same = [
+        first.setdefault((op.stage, op.kind, op.mb, op.part, op.label), i)
+        for i, op in enumerate(flat.ops)
+    ]
     return flat
 
 
@@ -85,13 +92,16 @@ class _Names:
         self.by_stage: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.first_f: dict[tuple[int, str], int] = {}
         self.sole = next(iter(hosted)) if len(hosted) == 1 else -1
+        written = any(op.deps for op in ops)
         for i, op in enumerate(ops):
             stage = self.stage(op)
-            self.by_name[op.name].append(i)
-            if stage >= 0 and op.stage < 0:
-                self.by_name[f"{stage}{op.name}"].append(i)
-            elif op.stage == self.sole >= 0:
-                self.by_name[op.name[len(str(op.stage)) :]].append(i)
+            if written:
+                name = op.name
+                self.by_name[name].append(i)
+                if stage >= 0 and op.stage < 0:
+                    self.by_name[f"{stage}{name}"].append(i)
+                elif op.stage == self.sole >= 0:
+                    self.by_name[name[len(str(op.stage)) :]].append(i)
             self.by_key[op.kind, stage, op.mb, op.part].append(i)
             self.by_stage[op.kind, stage].append(i)
             if op.kind == "F":

@@ -188,7 +188,7 @@ class _Unroller:
     def _sources(self, position: int, op: Op, logical: tuple[int, ...]) -> list[int]:
         """Instances the op depends on: per named target the latest one that fits."""
         mine = self.flat.paths[position]
-        best: dict[str, list[int]] = {}
+        best: dict[int, list[int]] = {}
         for target, distance in self.static_deps[position]:
             theirs = self.flat.paths[target]
             common = 0
@@ -204,8 +204,8 @@ class _Unroller:
             hit = self.last.get((target, prefix))
             if hit is None:
                 continue
-            name = self.flat.ops[target].name
             # One name may stand in prologue, body and epilogue: the latest instance counts.
+            name = self.flat.same[target]
             if hit and (name not in best or best[name][-1] < hit[-1]):
                 best[name] = hit
         return [n for hit in best.values() for n in hit]
