@@ -53,7 +53,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         recompute: what the forward pass does not keep.
     """
 
-    microbatch: int
+    microbatch: float
     sequence_length: int
     tp: int = 1
     ep: int = 1

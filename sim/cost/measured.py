@@ -17,7 +17,7 @@ class MeasuredTimes:
             self.entries.setdefault((t.block, t.accelerator), {})[t.tp, t.microbatch] = t
 
     def find(
-        self, block: Block, accelerator: str, tp: int, microbatch: int, cp: int = 1
+        self, block: Block, accelerator: str, tp: int, microbatch: float, cp: int = 1
     ) -> MeasuredTime | None:
         """Return the entry for this block, or None when none was measured on this accelerator.
 
@@ -40,13 +40,13 @@ class MeasuredTimes:
                 found=accelerator,
                 expected=" or ".join(others) or "an entry for this block",
             )
-        hit = known.get((tp, microbatch))
+        hit = known.get((tp, int(microbatch))) if microbatch == int(microbatch) else None
         if hit is not None and cp == 1:
             return hit
         near = sorted(
             known, key=lambda e: (abs(e[0] - tp) / tp + abs(e[1] - microbatch) / microbatch, e)
         )
-        asked = f"tp {tp}, microbatch {microbatch}"
+        asked = f"tp {tp}, microbatch {microbatch:g}"
         raise InputError(
             f"no measured time of {where} at this split",
             key="model.times",

@@ -1,0 +1,175 @@
+"""Price every node of an op graph on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sim.cost.collective import collective_cost, places
+from sim.cost.prices import Prices
+from sim.cost.stated import Late, late_units
+from sim.cost.streams import Message, Streams, group_message, pair_message
+from sim.cost.traffic import collective_of, transfer_bytes
+from sim.cost.work import Work
+from sim.hardware.machine import Machine
+from sim.plan.graph import OpGraph, Wire
+from sim.plan.op import Op
+from sim.plan.plan import Plan
+from sim.plan.wiring import Wiring
+from sim.problem import Problem
+
+__all__ = ["group_keys", "price"]
+
+
+def price(
+    graph: OpGraph,
+    wiring: Wiring,
+    plan: Plan,
+    problem: Problem,
+    *,
+    contention: bool = True,
+    late: Late | None = None,
+) -> Prices:
+    """Price every node of a graph.
+
+    Compute comes from sim.cost.cell; a transfer takes its path's latency and its bytes; a
+    collective is the cheapest way over its group. Bytes become flows when some link on their way
+    is used by another stream too, else a formula. Tensor-parallel collectives and expert exchanges
+    that the programs do not list are part of the passes and never contend.
+
+    Args:
+        graph: what to price. wiring, plan, problem: what it was built from.
+        contention: False gives everybody links of their own.
+        late: resolved late amounts. A number scales time or bytes; a vector gives compute its own
+            entry and a collective the largest; a matrix [B] is an uneven exchange.
+
+    Returns:
+        Prices; ``flops`` are of one rank and hold recomputation, ``nbytes`` are of one member.
+
+    Raises:
+        InputError: an op has no price on a machine, or a measured table lacks a split.
+    """
+    return _Pricer(graph, Work(graph, wiring, plan, problem), contention, late).run()
+
+
+class _Pricer:
+    def __init__(self, graph: OpGraph, work: Work, contention: bool, late: Late | None) -> None:
+        self.graph, self.work, self.late, self.contention = graph, work, late, contention
+        self.machine = work.problem.machine
+        self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips)
+        n = graph.num_nodes
+        self.seconds, self.nbytes, self.flops = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.local: dict[Hashable, tuple[float, float]] = {}
+        self.sent: dict[Hashable, int] = {}
+
+    def run(self) -> Prices:
+        graph, late = self.graph, self.late
+        actors, wires = graph.actor.tolist(), graph.wire.tolist()
+        of_message: dict[int, list[int]] = {}
+        for node, op in enumerate(graph.ops):
+            key = (op.kind, op.stage, op.label, op.part >= 0, op.recompute, op.group, op.amount)
+            amount = late(node) if late is not None and op.ref is not None else None
+            if wires[node] < 0:
+                seconds, flops = self._local(key, op, actors[node])
+                units = 1.0 if amount is None else late_units(graph, node, amount)
+                self.seconds[node], self.flops[node] = seconds * units, flops * units
+            else:
+                number = self._send(key, op, node, wires[node], amount)
+                of_message.setdefault(number, []).append(node)
+        return self._finish(of_message)
+
+    def _local(self, key: Hashable, op: Op, actor: int) -> tuple[float, float]:
+        found = self.local.get((key, actor))
+        if found is None:
+            rank = self.graph.actors[actor].rank
+            found = self.local[key, actor] = self.work.compute(op, rank)
+        return found
+
+    def _send(self, key: Hashable, op: Op, node: int, wire: int, amount: Any) -> int:
+        frozen = None
+        if amount is not None:
+            values = np.asarray(amount, np.float64)
+            frozen = (values.shape, values.tobytes())
+        full = (key, wire, op.channel, frozen)
+        number = self.sent.get(full)
+        if number is None:
+            over = self.graph.wires[wire]
+            message = self._message(op, node, over, amount)
+            number = self.streams.add(self.streams.members(over, op, op.channel), message)
+            self.sent[full] = number
+        return number
+
+    def _message(self, op: Op, node: int, wire: Wire, amount: Any) -> Message:
+        matrix = np.asarray(amount, np.float64) if amount is not None else None
+        uneven = matrix is not None and matrix.ndim == 2
+        units = 1.0 if amount is None or uneven else late_units(self.graph, node, amount)
+        if wire.kind == "pair":
+            assert wire.end is not None
+            nbytes = transfer_bytes(self.work, op, wire)
+            src, dst = self.work.chip(wire.end.src), self.work.chip(wire.end.dst)
+            return pair_message(self.machine, src, dst, nbytes * units)
+        chips = [self.work.chip(r) for r in wire.group]
+        if uneven:
+            assert matrix is not None
+            cost = collective_cost(self.machine, "all_to_all", chips, 0.0, matrix=matrix.tolist())
+        else:
+            rank = self.graph.actors[self.graph.actor[node]].rank
+            kind, nbytes = collective_of(self.work, op, wire, rank)
+            cost = collective_cost(self.machine, kind, chips, nbytes * units)
+        return group_message(self.machine, chips, cost)
+
+    def _finish(self, of_message: dict[int, list[int]]) -> Prices:
+        streams = self.streams
+        flows, crossed = {}, {}
+        for number, nodes in of_message.items():
+            message = streams.uses[number][1]
+            mine = streams.flows(number) if self.contention and streams.shares(number) else ()
+            if mine:
+                seconds = message.fixed_s
+                flows.update(dict.fromkeys(nodes, mine))
+            else:
+                seconds = streams.formula(number) if self.contention else message.private_s
+                crossed.update(dict.fromkeys(nodes, streams.links(number)))
+            self.seconds[nodes] = seconds
+            self.nbytes[nodes] = message.nbytes
+        links = self.machine.links
+        return Prices(
+            seconds=self.seconds,
+            flows=flows,
+            link_rates=tuple(x.rate for x in links),
+            link_names=tuple(x.name for x in links),
+            nbytes=self.nbytes,
+            flops=self.flops,
+            wires=crossed,
+        )
+
+
+def group_keys(machine: Machine, wiring: Wiring, chips: Sequence[int] = ()) -> list[Hashable]:
+    """Return, per rank, how its groups lie on the machine: what folding must find equal.
+
+    Two groups of a role cost the same when their chips fall into nodes, islands and NICs in the
+    same pattern; the pattern is node and island numbered by first appearance, and the NIC.
+
+    Args:
+        machine: where. wiring: groups. chips: chip per rank, () for rank r on chip r.
+    """
+    where = places(machine)
+    num_ranks = 1 + max((r for ranks in wiring.groups for r in ranks), default=-1)
+    keys: list[set[Hashable]] = [set() for _ in range(num_ranks)]
+    for g, ranks in enumerate(wiring.groups):
+        if wiring.roles[g] == {"world"}:
+            continue
+        order = where.in_order([chips[r] if chips else r for r in ranks])
+        seen: dict[object, int] = {}
+        pattern: list[Hashable] = []
+        for chip, after in zip(order, [*order[1:], order[0]], strict=True):
+            node = machine.nodes[where.node[chip]]
+            nic = (node.index, node.chip_nic[chip - node.chips[0]])
+            hop = where.path(chip, after)
+            places_seen = [seen.setdefault(x, len(seen)) for x in (node.index, node.island, nic)]
+            pattern.append((*places_seen, node.profile, hop.latency, hop.rate))
+        for r in ranks:
+            keys[r].add((tuple(sorted(wiring.roles[g])), tuple(pattern)))
+    return [tuple(sorted(k, key=repr)) for k in keys]
