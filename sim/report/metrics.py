@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +14,8 @@ from sim.report.basis import Basis
 from sim.report.spans import Spans
 
 __all__ = [
-    "Busy", "LinkLoad", "Metrics", "Pace",
-    "busy_of", "is_communication", "link_loads", "metrics_of", "pace_of", "rates_of",
+    "Busy", "Metrics", "Pace",
+    "busy_of", "is_communication", "metrics_of", "pace_of", "rates_of",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -72,14 +71,6 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     updates_per_s: float
     imbalance: float
     straggler_rank: int
-
-
-class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one directed link: nbytes [B] it carried and the fraction of the run it was busy."""
-
-    name: str
-    nbytes: float
-    busy_fraction: float
 
 
 def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
@@ -238,19 +229,3 @@ def metrics_of(
 
 def _mean(values: Floats, weight: NDArray[Any]) -> float:
     return float(np.average(values, weights=weight)) if weight.sum() else 0.0
-
-
-def link_loads(
-    names: Sequence[str], nbytes: Sequence[float], busy_s: Sequence[float], makespan_s: float
-) -> tuple[LinkLoad, ...]:
-    """Loads of the links that carried bytes, busiest first, then by name.
-
-    Args:
-        names: per link. nbytes: [B] per link. busy_s: [s] per link. makespan_s: [s] of the run.
-    """
-    found = []
-    for name, size, busy in zip(names, nbytes, busy_s, strict=True):
-        if size > 0:
-            fraction = min(1.0, busy / makespan_s) if makespan_s else 0.0
-            found.append(LinkLoad(name=name, nbytes=float(size), busy_fraction=fraction))
-    return tuple(sorted(found, key=lambda x: (-x.busy_fraction, -x.nbytes, x.name)))

@@ -14,7 +14,8 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan, ProgramText
 from sim.report.basis import Basis, basis_of
-from sim.report.metrics import busy_of, link_loads, metrics_of, pace_of, rates_of
+from sim.report.links import link_loads
+from sim.report.metrics import busy_of, metrics_of, pace_of, rates_of
 from sim.report.record import spans_of_run
 from sim.report.spans import Spans
 

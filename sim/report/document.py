@@ -1,0 +1,254 @@
+"""The documents that ``--json`` prints; the tables for people show the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import msgspec
+
+from sim.engine.simulate import Run
+from sim.model.graph import Model
+from sim.plan.placement import Cell
+from sim.plan.plan import Plan
+from sim.report.basis import Basis
+from sim.report.links import LinkLoad
+from sim.report.metrics import Metrics
+
+__all__ = [
+    "CellMemory", "CellRow", "Header", "PlanDocument", "SearchFacts", "SimulateDocument",
+    "StageRow", "plan_document", "simulate_document", "stages_of",
+]  # fmt: skip
+
+Verdict = Literal["fits", "at risk", "does not fit", "unknown"]
+
+
+class CellMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted device memory of a cell's fullest rank.
+
+    Args:
+        peak_bytes: [B]. capacity_bytes: [B] of the chip. verdict: of sim.cost's ledger.
+    """
+
+    peak_bytes: float
+    capacity_bytes: float
+    verdict: Verdict
+
+
+class CellRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal cells of a stage.
+
+    Args:
+        accelerator: profile name. replicas: how many such cells. num_chips: of all of them.
+        tp, cp: sizes. microbatches: of each replica, per step. recompute: what is not kept.
+        peak_memory_bytes, memory_bytes: [B] predicted and physical, None when not worked out.
+        verdict: "fits", "at risk", "does not fit" or "unknown".
+    """
+
+    accelerator: str
+    replicas: int
+    num_chips: int
+    tp: int
+    cp: int
+    microbatches: int
+    recompute: str
+    peak_memory_bytes: float | None
+    memory_bytes: float | None
+    verdict: Verdict
+
+
+class StageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One pipeline position.
+
+    Args:
+        index: position. layers: number of layers, those of all its chunks. blocks: (first, last)
+            block indices of each chunk. cells: runs of equal cells.
+    """
+
+    index: int
+    layers: int
+    blocks: tuple[tuple[int, int], ...]
+    cells: tuple[CellRow, ...]
+
+
+class SearchFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search did.
+
+    Args:
+        space: number of candidates. evaluated, pruned: of them. wall_s: [s].
+    """
+
+    space: int
+    evaluated: int
+    pruned: int
+    wall_s: float
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What every output carries.
+
+    Args:
+        schema: name and version of the document. version: of hetlab. plan, plan_hash: of the plan.
+        spec_hash: of cluster, model and job. seed: of the run. exact, reason: see Plan.
+        assumptions: what was assumed on the way, in words.
+    """
+
+    schema: str
+    version: str
+    plan: str
+    plan_hash: str
+    spec_hash: str
+    seed: int
+    exact: bool
+    reason: str
+    assumptions: tuple[str, ...]
+
+
+class PlanDocument(Header, frozen=True, kw_only=True):
+    """Answer of ``hetlab plan``.
+
+    Args:
+        num_chips: that hold a rank. dtype, peak_flops_per_s: [FLOP/s] what MFU is relative to.
+        metrics: predicted. stages: the placement. search: None when nothing was searched.
+    """
+
+    num_chips: int
+    dtype: str
+    peak_flops_per_s: float
+    metrics: Metrics
+    stages: tuple[StageRow, ...]
+    search: SearchFacts | None = None
+
+
+class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
+    """Answer of ``hetlab simulate``.
+
+    Args:
+        steps: simulated. events: the kernel processed. cpu_s: [s]. folded: True when ranks that
+            behave alike ran as one. num_ranks, num_classes: before and after folding.
+        per_link: links that carried bytes, busiest first.
+    """
+
+    steps: int
+    events: int
+    cpu_s: float
+    folded: bool
+    num_ranks: int
+    num_classes: int
+    per_link: tuple[LinkLoad, ...]
+
+
+def stages_of(
+    plan: Plan,
+    model: Model | None = None,
+    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+) -> tuple[StageRow, ...]:
+    """The placement as rows, runs of equal cells folded.
+
+    A layer counts for the stage that holds its first block, so that the counts add up to the
+    model's.
+
+    Args:
+        plan: the plan. model: for layers; without it they count as 0.
+        memory: (stage, replica) -> predicted memory.
+    """
+    placement = plan.placement
+    opens = _first_blocks(model)
+    known = memory or {}
+    rows = []
+    for stage in range(placement.num_stages):
+        blocks = tuple(s.blocks for s in placement.segments if s.cell == stage)
+        runs: dict[CellRow, int] = {}
+        for cell in placement.cells:
+            if cell.stage == stage:
+                m = placement.microbatches[cell.replica] if placement.microbatches else 0
+                row = _cell_row(cell, m, known.get((stage, cell.replica)))
+                runs[row] = runs.get(row, 0) + 1
+        cells = tuple(
+            msgspec.structs.replace(row, replicas=n, num_chips=row.num_chips * n)
+            for row, n in runs.items()
+        )
+        layers = sum(opens[a:b].count(True) for a, b in blocks)
+        rows.append(StageRow(index=stage, layers=layers, blocks=blocks, cells=cells))
+    return tuple(rows)
+
+
+def _first_blocks(model: Model | None) -> list[bool]:
+    if model is None:
+        return []
+    layers = [b.layer if 0 <= b.layer < model.num_layers else -1 for b in model.blocks]
+    return [n >= 0 and n not in layers[:i] for i, n in enumerate(layers)]
+
+
+def _cell_row(cell: Cell, microbatches: int, memory: CellMemory | None) -> CellRow:
+    return CellRow(
+        accelerator=cell.accelerator, replicas=1, num_chips=len(cell.ranks), tp=cell.tp, cp=cell.cp,
+        microbatches=microbatches, recompute=cell.recompute,
+        peak_memory_bytes=memory.peak_bytes if memory else None,
+        memory_bytes=memory.capacity_bytes if memory else None,
+        verdict=memory.verdict if memory else "unknown",
+    )  # fmt: skip
+
+
+def _common(
+    schema: str, plan: Plan, basis: Basis, metrics: Metrics, stages: tuple[StageRow, ...], seed: int
+) -> dict[str, Any]:
+    try:
+        installed = version("hetlab")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        installed = plan.version
+    return {
+        "schema": schema, "version": installed, "plan": plan.name, "plan_hash": plan.hash,
+        "spec_hash": plan.problem_hash, "seed": seed, "exact": plan.exact, "reason": plan.reason,
+        "assumptions": plan.assumptions, "num_chips": basis.num_chips, "dtype": basis.dtype,
+        "peak_flops_per_s": basis.peak_flops_per_s, "metrics": metrics, "stages": stages,
+    }  # fmt: skip
+
+
+def plan_document(
+    plan: Plan,
+    basis: Basis,
+    metrics: Metrics,
+    *,
+    model: Model | None = None,
+    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    search: SearchFacts | None = None,
+    seed: int = 0,
+) -> PlanDocument:
+    """Answer of ``hetlab plan``.
+
+    Args:
+        plan: found. basis, metrics: of its simulation. model: for layers.
+        memory: (stage, replica) -> predicted memory. search: what was searched. seed: used.
+    """
+    stages = stages_of(plan, model, memory)
+    common = _common("hetlab.plan/1", plan, basis, metrics, stages, seed)
+    return PlanDocument(**common, search=search)
+
+
+def simulate_document(
+    run: Run,
+    basis: Basis,
+    metrics: Metrics,
+    links: tuple[LinkLoad, ...],
+    *,
+    model: Model | None = None,
+    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    seed: int = 0,
+) -> SimulateDocument:
+    """Answer of ``hetlab simulate``.
+
+    Args:
+        run: the simulation. basis, metrics, links: of it. model: for layers.
+        memory: (stage, replica) -> predicted memory. seed: used.
+    """
+    plan, graph = run.layout.plan, run.layout.graph
+    stages = stages_of(plan, model, memory)
+    ranks = sum(len(actor.ranks) for actor in graph.actors)
+    return SimulateDocument(
+        **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed),
+        steps=run.layout.steps, events=run.outcome.events, cpu_s=run.cpu_s,
+        folded=len(graph.actors) < ranks, num_ranks=ranks, num_classes=len(graph.actors),
+        per_link=links,
+    )  # fmt: skip

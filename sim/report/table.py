@@ -1,0 +1,210 @@
+"""The answers of ``hetlab plan`` and ``hetlab simulate`` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
+from sim.report.links import LinkLoad
+from sim.report.rows import time_unit
+from sim.units import format_quantity
+
+__all__ = ["headline", "print_plan", "print_simulation"]
+
+_STYLES = {"fits": "green", "at risk": "yellow", "does not fit": "bold red", "unknown": "dim"}
+LINKS_SHOWN = 8
+NARROW = 100
+"""Below this many columns tables stand closer together."""
+
+
+def seconds(value: float) -> str:
+    """Print a duration with four digits and its unit."""
+    unit, scale = time_unit(value)
+    return f"{value * scale:.4g} {unit}"
+
+
+def headline(document: PlanDocument) -> list[tuple[str, str]]:
+    """The first answers as (name, text)."""
+    m = document.metrics
+    peak = format_quantity(document.peak_flops_per_s, "FLOP/s", 3)
+    basis = f"{peak} (dense {document.dtype}, {document.num_chips} chips)"
+    found = [] if document.exact else [("inexact", document.reason)]
+    found.append(("step time", seconds(m.step_time_s)))
+    if m.step_p95_s > 1.001 * m.step_p50_s:
+        spread = f"{seconds(m.step_p50_s)} median, {seconds(m.step_p95_s)} 95th percentile"
+        found.append(("step spread", spread))
+    return [
+        *found,
+        ("throughput", f"{_number(m.tokens_per_s)} tokens/s, {_number(m.tgs)} per chip"),
+        ("MFU", f"{_percent(m.mfu)} of {basis}"),
+        ("HFU", f"{_percent(m.hfu)} with recomputation counted"),
+        ("bubble", f"{_percent(m.bubble_fraction)} of compute time is idle"),
+        ("exposed comm.", f"{seconds(m.exposed_comm_s)} per step"),
+        ("cost", _cost(m.cost_per_mtoken)),
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def _cost(per_mtoken: float | None) -> str:
+    return "no prices known" if per_mtoken is None else f"{per_mtoken:.4g} USD per million tokens"
+
+
+def print_plan(console: Console, document: PlanDocument) -> None:
+    """Print headline, stages, search and assumptions."""
+    _print_head(console, document)
+    console.print(_stages(document.stages, console.width))
+    console.print()
+    if document.search is not None:
+        s = document.search
+        console.print(
+            f"search: {s.space:,} candidates, {s.pruned:,} pruned, {s.evaluated:,} evaluated "
+            f"in {seconds(s.wall_s)}"
+        )
+    _print_tail(console, document)
+
+
+def print_simulation(console: Console, document: SimulateDocument) -> None:
+    """Print headline, stages, busiest links, engine facts and assumptions."""
+    _print_head(console, document)
+    console.print(_stages(document.stages, console.width))
+    console.print()
+    if document.per_link:
+        console.print(_links(document.per_link, console.width))
+        console.print()
+    classes = f"{document.num_ranks} ranks"
+    if document.folded:
+        classes += f" as {document.num_classes} classes"
+    console.print(
+        f"simulated: {document.steps} step{'s' * (document.steps != 1)}, {classes}, "
+        f"{document.events:,} events, {seconds(document.cpu_s)} of processor time"
+    )
+    _print_tail(console, document)
+
+
+def _print_head(console: Console, document: PlanDocument) -> None:
+    if document.plan:
+        console.print(Text(document.plan, style="bold"))
+    table = _grid()
+    for name, text in headline(document):
+        table.add_row(name, text)
+    console.print(table)
+    console.print()
+
+
+def _print_tail(console: Console, document: PlanDocument) -> None:
+    if document.assumptions:
+        console.print("assumed:")
+        for text in document.assumptions:
+            console.print(Text(f"  - {text}"))
+    console.print(
+        Text(
+            f"plan {document.plan_hash}, spec {document.spec_hash or 'none'}, "
+            f"seed {document.seed}, hetlab {document.version or 'not installed'}",
+            style="dim",
+        )
+    )
+
+
+def _grid() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    return table
+
+
+def _table(columns: Iterable[tuple[str, str]], width: int) -> Table:
+    """A table of (heading, "left" or "right") columns; readable without colour, never cut off."""
+    narrow = width < NARROW
+    table = Table(
+        box=None if narrow else box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        padding=(0, 1 if narrow else 2, 0, 0), header_style="bold",
+    )  # fmt: skip
+    for heading, justify in columns:
+        side: JustifyMethod = "right" if justify == "right" else "left"
+        folds = heading.startswith("accel")
+        table.add_column(heading, justify=side, no_wrap=not folds, overflow="fold")
+    return table
+
+
+def _stages(stages: tuple[StageRow, ...], width: int) -> Table:
+    """One line per run of equal cells; equal neighbouring stages share a line."""
+    with_cp = any(c.cp > 1 for s in stages for c in s.cells)
+    narrow = width < NARROW
+    columns = [
+        ("stage", "left"), ("layers", "right"),
+        ("accel-\nerator" if narrow else "accelerator", "left"),
+        ("chips", "right"), ("dp", "right"), ("tp", "right"),
+        ("mb" if narrow else "micro-\nbatches", "right"), ("recompute", "left"),
+        ("peak\nmemory", "right"), ("verdict", "left"),
+    ]  # fmt: skip
+    if with_cp:
+        columns.insert(6, ("cp", "right"))
+    table = _table(columns, width)
+    for first, last, stage in _runs(stages):
+        each = "" if first == last else " each"
+        for i, cell in enumerate(stage.cells):
+            row = [
+                "" if i else str(first) if first == last else f"{first}-{last}",
+                "" if i else f"{stage.layers}{each}",
+                cell.accelerator or "chip", f"{cell.num_chips}{each}", str(cell.replicas),
+                str(cell.tp), str(cell.microbatches), cell.recompute, _memory(cell),
+            ]  # fmt: skip
+            if with_cp:
+                row.insert(6, str(cell.cp))
+            verdict = cell.verdict if narrow else _verdict(cell)
+            table.add_row(*row, Text(verdict, style=_STYLES[cell.verdict]))
+    return table
+
+
+def _runs(stages: tuple[StageRow, ...]) -> list[tuple[int, int, StageRow]]:
+    """(first, last, one of them) of neighbouring stages that would print the same line."""
+    found: list[tuple[int, int, StageRow]] = []
+    for stage in stages:
+        if found and _shown(found[-1][2]) == _shown(stage):
+            found[-1] = (found[-1][0], stage.index, stage)
+        else:
+            found.append((stage.index, stage.index, stage))
+    return found
+
+
+def _shown(stage: StageRow) -> tuple[object, ...]:
+    cells = [
+        (c.accelerator, c.replicas, c.tp, c.cp, c.microbatches, c.recompute, c.verdict, _memory(c))
+        for c in stage.cells
+    ]
+    return (stage.layers, *cells)
+
+
+def _memory(cell: CellRow) -> str:
+    known = cell.peak_memory_bytes is not None
+    return format_quantity(cell.peak_memory_bytes or 0.0, "bytes", 3) if known else "-"
+
+
+def _verdict(cell: CellRow) -> str:
+    """The verdict and the share of the chip's memory."""
+    if cell.peak_memory_bytes is None or not cell.memory_bytes:
+        return cell.verdict
+    return f"{cell.verdict}, {100 * cell.peak_memory_bytes / cell.memory_bytes:.0f} %"
+
+
+def _links(loads: tuple[LinkLoad, ...], width: int) -> Table:
+    columns = [("busiest links", "left"), ("carried", "right"), ("busy", "right")]
+    table = _table(columns, width)
+    for load in loads[:LINKS_SHOWN]:
+        size = format_quantity(load.nbytes, "bytes", 3)
+        table.add_row(load.name, size, _percent(load.busy_fraction))
+    if len(loads) > LINKS_SHOWN:
+        table.add_row(f"and {len(loads) - LINKS_SHOWN} more", "", "")
+    return table
