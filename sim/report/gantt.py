@@ -13,7 +13,7 @@ from sim.engine.simulate import Run
 from sim.plan.placement import Placement
 from sim.report.metrics import busy_of, pace_of
 from sim.report.record import spans_of_run
-from sim.report.rows import CLASSES, Row, class_of, rows_of, time_unit
+from sim.report.rows import CLASSES, Row, classes_of, rows_of, time_unit
 from sim.report.spans import Spans
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _bars(
     spans: Spans, number: dict[int, int], begin: float, scale: float
 ) -> tuple[NDArray[Any], ...]:
     """Row, left, width, virtual stage, class of kind and microbatch of every bar."""
-    keys = np.array([class_of(k) for k in spans.names["kind"]] or [""])[spans.columns["kind"]]
+    keys = classes_of(spans)
     rank, peer = spans.columns["rank"], spans.columns["peer"]
     index = np.arange(len(spans))
     at = np.concatenate([rank, peer])
@@ -153,7 +153,9 @@ def _furnish(
     for i in range(1, len(rows)):
         axes.axhline(i - 0.5, color="#dddddd", linewidth=0.4, zorder=0)
     steps = spans.columns["step"]
-    for s in range(int(steps.max()) if len(steps) else 0):
+    # Ranks that serve messages (step -1) share no steps with the others.
+    shared = len(steps) and int(steps.min()) >= 0
+    for s in range(int(steps.max()) if shared else 0):
         last = (spans.columns["end_s"][steps == s].max() - begin) * scale
         axes.axvline(last, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
     handles = [Patch(color=CLASSES[c].colour, label=CLASSES[c].name) for c in shown]

@@ -81,6 +81,9 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     finish times after the warm-up, (finish(n - 1) - finish(w)) / (n - 1 - w); with fewer than two
     steps after it, the makespan / steps, which then includes filling the pipeline.
 
+    Where a rank serves messages (rows of step -1) the ranks count their own iterations and a step
+    is one update instead: its finish is the end of an APPLY.
+
     Args:
         spans: one run. barrier: whether BARRIER ends each step.
         warm_up: steps w left out; None for a quarter of them, at least one.
@@ -92,9 +95,13 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         raise SimulationError("a run without spans has no step time")
     step, end = spans.columns["step"], spans.columns["end_s"]
     begin = float(spans.columns["start_s"].min())
-    finish = np.full(max(int(step.max()), 0) + 1, begin)
-    np.maximum.at(finish, np.maximum(step, 0), end)
-    finish = np.maximum.accumulate(finish)
+    updates = spans.where("kind", lambda k: k == "APPLY") & (step < 0)
+    if updates.any():
+        finish = np.sort(end[updates])
+    else:
+        finish = np.full(max(int(step.max()), 0) + 1, begin)
+        np.maximum.at(finish, np.maximum(step, 0), end)
+        finish = np.maximum.accumulate(finish)
     n = len(finish)
     took = np.diff(finish, prepend=begin)
     warm = 0

@@ -128,7 +128,7 @@ def _handled_rows(graph: OpGraph, handled: Sequence[Handled], run: str, source: 
         ("source", [source] * n),
         ("kind", [h.op.kind for h in done]),
         ("segment", [h.op.label for h in done]),
-        ("op", [f"{actor[h.rank].program}:{h.op.name}" for h in done]),
+        ("op", [f"{actor[h.rank].program}:{h.op.name}#{h.index}" for h in done]),
         ("group", [""] * n),
         ("stream", [f"{h.rank}->{h.sender}" if _is_pair(h.op) else stream_of(h.op) for h in done]),
     ):

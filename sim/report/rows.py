@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.plan.kinds import KINDS
 from sim.plan.placement import Placement
 from sim.report.metrics import is_communication
 from sim.report.spans import Spans
 
-__all__ = ["CLASSES", "KindClass", "Row", "class_of", "rows_of", "time_unit"]
+__all__ = ["CLASSES", "KindClass", "Row", "class_of", "classes_of", "rows_of", "time_unit"]
 
 
 class KindClass(msgspec.Struct, frozen=True):
@@ -50,6 +53,14 @@ def class_of(kind: str) -> str:
     if kind == "BARRIER" or kind not in KINDS:
         return ""
     return "host" if KINDS[kind].cost == "host" else "compute"
+
+
+def classes_of(spans: Spans) -> NDArray[Any]:
+    """Class of every row, shape (S,); whatever runs on the host's streams is "host"."""
+    keys: NDArray[Any] = np.array([class_of(k) for k in spans.names["kind"]] or [""], "U12")
+    keys = keys[spans.columns["kind"]]
+    keys[spans.where("stream", lambda s: s in ("host", "d2h", "h2d"))] = "host"
+    return keys
 
 
 class Row(msgspec.Struct, frozen=True):

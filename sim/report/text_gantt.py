@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sim.plan.placement import Placement
-from sim.report.rows import CLASSES, class_of, rows_of, time_unit
+from sim.report.rows import CLASSES, classes_of, rows_of, time_unit
 from sim.report.spans import Spans
 
 __all__ = ["text_gantt"]
@@ -33,8 +33,7 @@ def text_gantt(
     slices = max(10, width - head - 3)
     begin = float(spans.columns["start_s"].min())
     total = float(spans.columns["end_s"].max()) - begin
-    keys = [class_of(k) for k in spans.names["kind"]]
-    key_of = np.array(keys or [""])[spans.columns["kind"]]
+    key_of = classes_of(spans)
     lines, used = [], set()
     for row in rows:
         cover = {}

@@ -11,10 +11,10 @@ from sim.engine.simulate import Run, lay_out, run_layout
 from sim.plan.kinds import KINDS
 from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
-from sim.plan.plan import Plan
+from sim.plan.plan import Plan, ProgramText
 from sim.report.gantt import draw_gantt, save_gantt
 from sim.report.record import spans_of_run
-from sim.report.rows import CLASSES, class_of, rows_of
+from sim.report.rows import CLASSES, class_of, classes_of, rows_of
 from sim.report.text_gantt import text_gantt
 
 
@@ -91,6 +91,17 @@ def test_unfolded_ranks_of_one_cell_share_a_row() -> None:
     assert [r.label for r in rows] == [
         "stage 0 X1 tp2 r0", "stage 0 X1 tp2 r4", "stage 1 X1 tp2 r2", "stage 1 X1 tp2 r6",
     ]  # fmt: skip
+
+
+def test_optimizer_on_the_host_is_not_drawn_as_compute() -> None:
+    plan = Plan(
+        placement=Placement(cells=(Cell(stage=0, replica=0, ranks=(0,)),)), barrier=False,
+        programs=(ProgramText((0,), "F0 B0 OPT{stream=host} F1 <- none B1"),),
+    )  # fmt: skip
+    run = run_layout(lay_out(plan), lambda lay: stated_prices(lay.graph, {}, default=1.0))
+    spans = spans_of_run(run)
+    assert classes_of(spans).tolist() == ["F", "B", "host", "F", "B"]
+    assert text_gantt(spans, width=8 + 11, legend=False).startswith("rank 0 |FF")
 
 
 def axes_of(width: float = 10.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -128,6 +129,36 @@ def test_step_time_without_a_barrier_is_the_slope_after_warm_up() -> None:
     assert pace.step_time_s == pytest.approx((finish[7] - finish[2]) / 5)
     assert pace.p50_s == pytest.approx(np.median(np.diff(finish[2:])))
     assert pace.step_time_s <= finish[0]
+
+
+def test_a_step_of_a_parameter_server_is_one_update() -> None:
+    # Two workers push every 2 s and every 4 s; an APPLY takes 0.5 s on the host.
+    plan = Plan(
+        exact=False, reason="stale", barrier=False,
+        placement=Placement(extra_ranks=(0, 1, 2)),
+        programs=(
+            ProgramText((0,), "on(PUSH){ APPLY{writes=next} }"),
+            ProgramText((1,), "repeat(4){ F ; PUSH>0 <- F }"),
+            ProgramText((2,), "repeat(2){ F ; PUSH>0 <- F }"),
+        ),
+    )  # fmt: skip
+    run = run_layout(
+        lay_out(plan),
+        lambda lay: stated_prices(lay.graph, {"rank 1 F": 2.0, "rank 2 F": 4.0, "PUSH": 0.0}),
+        message_price=lambda op, rank, sender: (0.5, ()),
+    )
+    spans = spans_of_run(run)
+    applied = spans.take(spans["kind"] == "APPLY")
+    assert applied["end_s"].tolist() == [2.5, 4.5, 5.0, 6.5, 8.5, 9.0]
+    assert len(set(applied["op"].tolist())) == 6
+    assert applied["stream"].tolist() == ["host"] * 6
+    assert applied["step"].tolist() == [-1] * 6
+    assert sorted(applied["version"].tolist()) == list(range(1, 7))
+    pace = pace_of(spans, barrier=False, warm_up=1)
+    assert (pace.steps, pace.step_time_s) == (6, pytest.approx((9.0 - 4.5) / 4))
+    assert metrics_of(
+        spans, msgspec.structs.replace(BASIS, peak_flops_per_s=1e3)
+    ).updates_per_s == (pytest.approx(6 / 9))
 
 
 def test_percentiles_see_an_uneven_step() -> None:
