@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from sim.cost.ledger import Ledger
 from sim.engine.simulate import Run
 from sim.model.graph import Model
 from sim.plan.placement import Cell
@@ -17,23 +18,9 @@ from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
 
 __all__ = [
-    "CellMemory", "CellRow", "Header", "PlanDocument", "SearchFacts", "SimulateDocument",
+    "CellRow", "Header", "PlanDocument", "SearchFacts", "SimulateDocument",
     "StageRow", "plan_document", "simulate_document", "stages_of",
 ]  # fmt: skip
-
-Verdict = Literal["fits", "at risk", "does not fit", "unknown"]
-
-
-class CellMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted device memory of a cell's fullest rank.
-
-    Args:
-        peak_bytes: [B]. capacity_bytes: [B] of the chip. verdict: of sim.cost's ledger.
-    """
-
-    peak_bytes: float
-    capacity_bytes: float
-    verdict: Verdict
 
 
 class CellRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +42,7 @@ class CellRow(msgspec.Struct, frozen=True, kw_only=True):
     recompute: str
     peak_memory_bytes: float | None
     memory_bytes: float | None
-    verdict: Verdict
+    verdict: str
 
 
 class StageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +129,7 @@ class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
 def stages_of(
     plan: Plan,
     model: Model | None = None,
-    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    memory: Mapping[tuple[int, int], Ledger] | None = None,
 ) -> tuple[StageRow, ...]:
     """The placement as rows, runs of equal cells folded.
 
@@ -151,7 +138,7 @@ def stages_of(
 
     Args:
         plan: the plan. model: for layers; without it they count as 0.
-        memory: (stage, replica) -> predicted memory.
+        memory: (stage, replica) -> ledger.
     """
     placement = plan.placement
     opens = _first_blocks(model)
@@ -181,7 +168,7 @@ def _first_blocks(model: Model | None) -> list[bool]:
     return [n >= 0 and n not in layers[:i] for i, n in enumerate(layers)]
 
 
-def _cell_row(cell: Cell, microbatches: int, memory: CellMemory | None) -> CellRow:
+def _cell_row(cell: Cell, microbatches: int, memory: Ledger | None) -> CellRow:
     return CellRow(
         accelerator=cell.accelerator, replicas=1, num_chips=len(cell.ranks), tp=cell.tp, cp=cell.cp,
         microbatches=microbatches, recompute=cell.recompute,
@@ -212,7 +199,7 @@ def plan_document(
     metrics: Metrics,
     *,
     model: Model | None = None,
-    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    memory: Mapping[tuple[int, int], Ledger] | None = None,
     search: SearchFacts | None = None,
     seed: int = 0,
 ) -> PlanDocument:
@@ -220,7 +207,7 @@ def plan_document(
 
     Args:
         plan: found. basis, metrics: of its simulation. model: for layers.
-        memory: (stage, replica) -> predicted memory. search: what was searched. seed: used.
+        memory: (stage, replica) -> ledger. search: what was searched. seed: used.
     """
     stages = stages_of(plan, model, memory)
     common = _common("hetlab.plan/1", plan, basis, metrics, stages, seed)
@@ -234,14 +221,14 @@ def simulate_document(
     links: tuple[LinkLoad, ...],
     *,
     model: Model | None = None,
-    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    memory: Mapping[tuple[int, int], Ledger] | None = None,
     seed: int = 0,
 ) -> SimulateDocument:
     """Answer of ``hetlab simulate``.
 
     Args:
         run: the simulation. basis, metrics, links: of it. model: for layers.
-        memory: (stage, replica) -> predicted memory. seed: used.
+        memory: (stage, replica) -> ledger. seed: used.
     """
     plan, graph = run.layout.plan, run.layout.graph
     stages = stages_of(plan, model, memory)

@@ -1,4 +1,4 @@
-"""How much each link carried, and what that cost."""
+"""How much each link carried and how long it was busy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.engine.simulate import Run
-from sim.hardware.machine import Machine
 
-__all__ = ["LinkLoad", "egress_of", "link_loads", "loads_of_run"]
+__all__ = ["LinkLoad", "link_loads", "link_use"]
+
+Floats = NDArray[np.float64]
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,16 +44,20 @@ def link_loads(
     return tuple(sorted(found, key=lambda x: (-x.busy_fraction, -x.nbytes, x.name)))
 
 
-def loads_of_run(run: Run) -> tuple[LinkLoad, ...]:
-    """Loads of a simulation: flows as the network counted them, formula-priced ops as spans.
+def link_use(run: Run) -> tuple[Floats, Floats]:
+    """Bytes and busy time of every link of a simulation.
 
-    An op that a formula priced puts its bytes on every link it names and keeps it busy from start
-    to end; overlapping spans, of flows too, count once at most up to the whole run.
+    Flows count as the network saw them. An op that a formula priced puts its bytes on every link it
+    names and keeps it busy from start to end; such ops that overlap are counted once.
+
+    Args:
+        run: from sim.engine.simulate.
+
+    Returns:
+        nbytes [B] and busy [s] per link index, shape (K,).
     """
     prices, outcome = run.prices, run.outcome
-    names = prices.link_names
-    nbytes = np.zeros(len(names))
-    busy = np.zeros(len(names))
+    nbytes, busy = np.zeros(len(prices.link_names)), np.zeros(len(prices.link_names))
     if outcome.link_bytes:
         nbytes += np.array(outcome.link_bytes)
         busy += np.array(outcome.link_busy)
@@ -60,13 +66,13 @@ def loads_of_run(run: Run) -> tuple[LinkLoad, ...]:
         if not np.isfinite(outcome.end[node]):
             continue
         size = 0.0 if prices.nbytes is None else float(prices.nbytes[node])
+        interval = (float(outcome.start[node]), float(outcome.end[node]))
         for link in links:
             nbytes[link] += size
-            interval = (float(outcome.start[node]), float(outcome.end[node]))
             spans.setdefault(link, []).append(interval)
     for link, intervals in spans.items():
         busy[link] += _union(intervals)
-    return link_loads(names, nbytes.tolist(), busy.tolist(), outcome.makespan)
+    return nbytes, busy
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:
@@ -75,9 +81,3 @@ def _union(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
-
-
-def egress_of(loads: Sequence[LinkLoad], machine: Machine) -> float:
-    """Price [USD] of the bytes that crossed priced links."""
-    price = {link.name: link.price_per_byte for link in machine.links}
-    return sum(load.nbytes * price.get(load.name, 0.0) for load in loads)

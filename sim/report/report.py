@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from sim.cost.ledger import Ledger, peak_memory
+from sim.cost.money import egress
+from sim.cost.occupancy import memory_over_time
 from sim.engine.simulate import Run
 from sim.problem import Problem
 from sim.report.basis import Basis, basis_of
 from sim.report.document import (
-    CellMemory,
     PlanDocument,
     SearchFacts,
     SimulateDocument,
@@ -19,13 +21,13 @@ from sim.report.document import (
     simulate_document,
 )
 from sim.report.gantt import save_gantt
-from sim.report.links import LinkLoad, egress_of, loads_of_run
+from sim.report.links import LinkLoad, link_loads, link_use
 from sim.report.metrics import Metrics, metrics_of
 from sim.report.record import spans_of_run
 from sim.report.rows import time_unit
 from sim.report.spans import Spans
 from sim.report.text_gantt import text_gantt
-from sim.report.trace import trace_of_run
+from sim.report.trace import Counter, trace_of_run
 
 __all__ = ["Report", "report_of"]
 
@@ -35,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         run, problem: what was simulated. spans, metrics, links, basis: of it.
-        memory: (stage, replica) -> predicted memory of the cell. seed: used.
+        memory: (stage, replica) -> ledger of the cell. seed: used.
     """
 
     run: Run
@@ -44,7 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
     metrics: Metrics
     links: tuple[LinkLoad, ...]
-    memory: Mapping[tuple[int, int], CellMemory] = {}
+    memory: Mapping[tuple[int, int], Ledger] = {}
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -65,8 +67,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return save_gantt(self.run, path, spans=self.spans)
 
     def save_trace(self, path: str | Path) -> Path:
-        """Write the Chrome trace; compressed when the name ends with ".gz"."""
-        return trace_of_run(self.run, path, spans=self.spans)
+        """Write the Chrome trace with memory over time; compressed when the name ends in ".gz"."""
+        layout, outcome = self.run.layout, self.run.outcome
+        ledgers = memory_over_time(
+            layout.graph, layout.wiring, layout.plan, self.problem, outcome.start, outcome.end
+        )
+        counters = [
+            Counter(name="memory [B]", rank=actor.rank, times_s=times, values=values)
+            for actor, (times, values) in zip(layout.graph.actors, ledgers, strict=True)
+        ]
+        return trace_of_run(self.run, path, spans=self.spans, counters=counters)
 
     def plan_document(self, search: SearchFacts | None = None) -> PlanDocument:
         """Return what ``hetlab plan --json`` prints."""
@@ -87,25 +97,29 @@ def report_of(
     run: Run,
     problem: Problem,
     *,
-    memory: Mapping[tuple[int, int], CellMemory] | None = None,
+    memory: Mapping[tuple[int, int], Ledger] | None = None,
     seed: int = 0,
 ) -> Report:
     """Measure a simulation.
 
     Args:
         run: from sim.engine.simulate. problem: what was planned for.
-        memory: (stage, replica) -> predicted memory of the cell. seed: used.
+        memory: (stage, replica) -> ledger of the cell; None works it out. seed: used.
 
     Raises:
+        PlanError: the plan names no schedule that says how many microbatches are in flight, and
+            ``memory`` is not given.
         InputError: a chip cannot compute in the plan's dtype.
         SimulationError: the run is empty, or its rate exceeds the chips' peak.
     """
     plan = run.layout.plan
-    spans, links = spans_of_run(run), loads_of_run(run)
-    egress = egress_of(links, problem.machine) / run.layout.steps
-    basis = basis_of(plan, problem.machine, problem.model, egress_per_step=egress)
+    spans = spans_of_run(run)
+    nbytes, busy = link_use(run)
+    links = link_loads(run.prices.link_names, nbytes.tolist(), busy.tolist(), run.makespan)
+    paid = egress(problem.machine, nbytes.tolist()) / run.layout.steps
+    basis = basis_of(plan, problem.machine, problem.model, egress_per_step=paid)
     metrics = metrics_of(spans, basis, barrier=plan.barrier)
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
-        memory=memory or {}, seed=seed,
+        memory=peak_memory(plan, problem) if memory is None else memory, seed=seed,
     )  # fmt: skip

@@ -106,8 +106,10 @@ def _print_head(console: Console, document: PlanDocument) -> None:
 def _print_tail(console: Console, document: PlanDocument) -> None:
     if document.assumptions:
         console.print("assumed:")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         for text in document.assumptions:
-            console.print(Text(f"  - {text}"))
+            table.add_row("  -", Text(text))
+        console.print(table)
     console.print(
         Text(
             f"plan {document.plan_hash}, spec {document.spec_hash or 'none'}, "
@@ -164,7 +166,7 @@ def _stages(stages: tuple[StageRow, ...], width: int) -> Table:
             if with_cp:
                 row.insert(6, str(cell.cp))
             verdict = cell.verdict if narrow else _verdict(cell)
-            table.add_row(*row, Text(verdict, style=_STYLES[cell.verdict]))
+            table.add_row(*row, Text(verdict, style=_STYLES.get(cell.verdict, "")))
     return table
 
 

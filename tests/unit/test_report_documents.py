@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from sim.cost.ledger import Ledger
 from sim.cost.prices import Prices
 from sim.cost.stated import StatedFlow, stated_prices
 from sim.engine.simulate import Run, lay_out, run_layout
@@ -17,8 +18,8 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan
 from sim.problem import Problem
-from sim.report.document import CellMemory, SearchFacts, stages_of
-from sim.report.links import egress_of, loads_of_run
+from sim.report.document import SearchFacts, stages_of
+from sim.report.links import link_use
 from sim.report.report import Report, report_of
 from sim.report.table import print_plan, print_simulation
 
@@ -106,11 +107,12 @@ def reported() -> Report:
     problem = Problem(
         machine=machine(), model=model(), job=None, documents={}, hash="0123456789abcdef"
     )  # type: ignore[arg-type]
-    memory = {
-        (0, r): CellMemory(peak_bytes=12e9, capacity_bytes=16e9, verdict="fits") for r in (0, 1)
-    }
-    memory[1, 0] = CellMemory(peak_bytes=15.1e9, capacity_bytes=16e9, verdict="at risk")
-    memory[1, 1] = memory[1, 0]
+    memory = {}
+    for r in (0, 1):
+        memory[0, r] = Ledger(
+            terms={"parameters": 4e9, "activations": 8e9}, capacity_bytes=16e9, limit_bytes=14e9
+        )
+        memory[1, r] = Ledger(terms={"activations": 15.1e9}, capacity_bytes=16e9, limit_bytes=14e9)
     return report_of(simulated(), problem, memory=memory, seed=7)
 
 
@@ -190,13 +192,12 @@ def test_formula_priced_bytes_count_on_the_links_they_cross() -> None:
     nbytes = run.prices.nbytes.copy()
     nbytes[reduce] = 100.0
     prices = msgspec.structs.replace(run.prices, nbytes=nbytes, wires=dict.fromkeys(reduce, (0,)))
-    before, after = (
-        loads_of_run(run)[0],
-        loads_of_run(msgspec.structs.replace(run, prices=prices))[0],
-    )
-    assert after.nbytes == before.nbytes + 100 * len(reduce)
-    assert after.busy_fraction > before.busy_fraction
-    assert egress_of((after,), machine()) == pytest.approx(0.01 * after.nbytes)
+    (before,), (busy_before,) = link_use(run)
+    (after,), (busy_after,) = link_use(msgspec.structs.replace(run, prices=prices))
+    assert after == before + 100 * len(reduce)
+    # Both stages reduce for a second each; where they overlap the link is busy once.
+    start = sorted(run.outcome.start[reduce].tolist())
+    assert busy_after - busy_before == pytest.approx(1 + min(1, start[1] - start[0]))
 
 
 def printed(show, document, width: int = 110) -> str:
