@@ -47,8 +47,9 @@ def link_loads(
 def link_use(run: Run) -> tuple[Floats, Floats]:
     """Bytes and busy time of every link of a simulation.
 
-    Flows count as the network saw them. An op that a formula priced puts its bytes on every link it
-    names and keeps it busy from start to end; such ops that overlap are counted once.
+    Flows count as the network saw them. Bytes that no flow carries (formula-priced ops, links that
+    can never bind) stand on their link from start to end of their op; such ops that overlap keep it
+    busy once.
 
     Args:
         run: from sim.engine.simulate.
@@ -62,12 +63,11 @@ def link_use(run: Run) -> tuple[Floats, Floats]:
         nbytes += np.array(outcome.link_bytes)
         busy += np.array(outcome.link_busy)
     spans: dict[int, list[tuple[float, float]]] = {}
-    for node, links in prices.wires.items():
+    for node, carried in prices.carried.items():
         if not np.isfinite(outcome.end[node]):
             continue
-        size = 0.0 if prices.nbytes is None else float(prices.nbytes[node])
         interval = (float(outcome.start[node]), float(outcome.end[node]))
-        for link in links:
+        for link, size in carried:
             nbytes[link] += size
             spans.setdefault(link, []).append(interval)
     for link, intervals in spans.items():

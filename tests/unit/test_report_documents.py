@@ -189,9 +189,8 @@ def test_unlike_replicas_get_a_row_each() -> None:
 def test_formula_priced_bytes_count_on_the_links_they_cross() -> None:
     run = simulated()
     reduce = [i for i, op in enumerate(run.layout.graph.ops) if op.kind == "REDUCE_GRAD"]
-    nbytes = run.prices.nbytes.copy()
-    nbytes[reduce] = 100.0
-    prices = msgspec.structs.replace(run.prices, nbytes=nbytes, wires=dict.fromkeys(reduce, (0,)))
+    carried = dict.fromkeys(reduce, ((0, 100.0),))
+    prices = msgspec.structs.replace(run.prices, carried=carried)
     (before,), (busy_before,) = link_use(run)
     (after,), (busy_after,) = link_use(msgspec.structs.replace(run, prices=prices))
     assert after == before + 100 * len(reduce)
