@@ -54,6 +54,8 @@ class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):
         buffers: receive buffers per directed rank pair, 0 for rendezvous.
         split_backward: B as I then W, the send of the input gradient between them (H2's overlap).
         blocking_sends: compute waits for its own sends.
+        order: an order written out instead of the schedule's, one row per position (see
+            sim.plan.schedules.explicit_order), () for the schedule's.
     """
 
     schedule: str = "1f1b"
@@ -63,6 +65,7 @@ class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int = 2
     split_backward: bool = False
     blocking_sends: bool = False
+    order: tuple[str, ...] = ()
 
 
 class DataKnobs(msgspec.Struct, frozen=True, kw_only=True):

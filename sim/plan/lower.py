@@ -13,6 +13,7 @@ from sim.plan.draft import PlanDraft
 from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment, derive_groups
 from sim.plan.plan import Amount, Mathematics, Plan
+from sim.plan.schedules import explicit_order, positions
 from sim.problem import Problem
 
 __all__ = ["boundaries_of", "lower"]
@@ -73,6 +74,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
             p.blocking_sends,
             experts if draft.expert.ep > 1 else (),
             _tied(problem.model, placement),
+            p.order,
         )
         + draft.passes,
         barrier=draft.barrier,
@@ -122,8 +124,9 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
             found=" ".join(map(str, cuts)),
             expected="strictly rising cuts",
         )
+    position = _positions(draft, num_stages, virtual)
     segments = tuple(
-        Segment(stage=v, cell=v % num_stages, blocks=(a, b))
+        Segment(stage=v, cell=position[v], blocks=(a, b))
         for v, (a, b) in enumerate(itertools.pairwise(cuts))
     )
     return Placement(
@@ -134,6 +137,21 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         microbatches=draft.data.microbatches,
         ep=draft.expert.ep,
     )
+
+
+def _positions(draft: PlanDraft, num_stages: int, virtual: int) -> dict[int, int]:
+    """Pipeline position of each virtual stage: round robin, or as a written order says."""
+    if not draft.pipeline.order:
+        return {v: v % num_stages for v in range(virtual)}
+    found = positions(explicit_order(draft.pipeline.order))
+    if len(found) != virtual:
+        raise InputError(
+            "the written schedule has another number of virtual stages",
+            key="pipeline.order",
+            found=str(len(found)),
+            expected=f"{virtual} = {num_stages} stages x {draft.pipeline.chunks} chunks",
+        )
+    return found
 
 
 def _cells(problem: Problem, draft: PlanDraft) -> tuple[tuple[Cell, ...], tuple[int, ...]]:

@@ -19,7 +19,7 @@ from sim.plan.op import Dep, Op
 from sim.plan.placement import Placement
 from sim.plan.plan import Call, Plan
 from sim.plan.program import STEPS, Block, Program, parse_program
-from sim.plan.schedules import SCHEDULES
+from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
 
 __all__ = ["PASSES", "Variant", "expand", "standard_calls"]
 
@@ -48,8 +48,10 @@ Pass = Callable[[list[Variant], Plan, dict[str, Any]], list[Variant]]
 
 
 def _schedule(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
-    """The compute order of each position."""
+    """The compute order of each position: a named schedule's, or one written out."""
     name = args.get("name", "1f1b")
+    if args.get("order"):
+        return _explicit(variants, explicit_order(args["order"]))
     if name not in SCHEDULES:
         raise PlanError(
             "unknown schedule", key="lowering", found=name, expected=" ".join(sorted(SCHEDULES))
@@ -63,6 +65,21 @@ def _schedule(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list
         msgspec.structs.replace(
             v, ops=tuple(_compute(v, slot) for slot in orders[v.microbatches][v.position])
         )
+        for v in variants
+    ]
+
+
+def _explicit(variants: list[Variant], order: Order) -> list[Variant]:
+    other = [v for v in variants if v.microbatches != num_microbatches(order)]
+    if other or len(order) != 1 + max((v.position for v in variants), default=-1):
+        raise PlanError(
+            "the written schedule does not fit the pipeline",
+            key="lowering.schedule.order",
+            found=f"{len(order)} rows, {num_microbatches(order)} microbatches",
+            expected="one row per position, and the microbatches of every replica",
+        )
+    return [
+        msgspec.structs.replace(v, ops=tuple(_compute(v, slot) for slot in order[v.position]))
         for v in variants
     ]
 
@@ -266,6 +283,7 @@ def standard_calls(
     blocking_sends: bool,
     experts: tuple[int, ...],
     tied: tuple[int, ...],
+    order: tuple[str, ...] = (),
 ) -> tuple[Call, ...]:
     """The calls that lower a pipeline of cells.
 
@@ -273,8 +291,10 @@ def standard_calls(
         schedule, chunks: generator. split_backward, blocking_sends: passes to add.
         experts: virtual stages with routed experts whose gradients reduce over "edp".
         tied: virtual stages that share a parameter.
+        order: rows of a schedule written out, which then replaces the named one.
     """
-    calls = [Call("schedule", 1, {"name": schedule, "chunks": chunks})]
+    written = {"order": list(order)} if order else {}
+    calls = [Call("schedule", 1, {"name": schedule, "chunks": chunks, **written})]
     if split_backward:
         calls.append(Call("split_backward"))
     calls += [

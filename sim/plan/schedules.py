@@ -6,7 +6,9 @@ Virtual stage v of an interleaved schedule sits on position v mod P.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from sim.errors import InputError
 
@@ -14,10 +16,14 @@ __all__ = [
     "SCHEDULES",
     "Order",
     "Slot",
+    "explicit_order",
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
+    "num_microbatches",
+    "positions",
     "text_grid",
+    "time_slots",
     "zb_h1",
 ]
 
@@ -156,3 +162,122 @@ def text_grid(order: Order) -> str:
     return "\n".join(
         f"{s:>{head}}: " + " ".join(c.ljust(width) for c in r).rstrip() for s, r in enumerate(rows)
     )
+
+
+_SLOT = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+def explicit_order(rows: Sequence[str]) -> Order:
+    """Read an order written out, one row per pipeline position, e.g. ``"0F0 0F1 0B0 0B1"``.
+
+    Raises:
+        InputError: a row is malformed, a virtual stage stands in two rows or in none, a microbatch
+            lacks its F or its B (or I and W), or the order can never finish.
+    """
+    order: Order = []
+    for number, row in enumerate(rows):
+        slots: list[Slot] = []
+        for word in row.split():
+            match = _SLOT.fullmatch(word)
+            if match is None:
+                raise InputError(
+                    f"not a compute op in row {number} of the schedule",
+                    key=f"schedule.{number}",
+                    found=word,
+                    expected="stage, F, B, I or W, microbatch: e.g. 2F0",
+                )
+            slots.append((match[2], int(match[1]), int(match[3])))
+        order.append(slots)
+    positions(order)
+    _check_complete(order)
+    time_slots(order)
+    return order
+
+
+def positions(order: Order) -> dict[int, int]:
+    """Pipeline position of each virtual stage.
+
+    Raises:
+        InputError: a stage stands in two rows, or stages are not numbered from 0.
+    """
+    found: dict[int, int] = {}
+    for position, slots in enumerate(order):
+        for _, stage, _ in slots:
+            if found.setdefault(stage, position) != position:
+                raise InputError(
+                    "a stage stands in two rows of the schedule",
+                    key=f"schedule.{position}",
+                    found=f"stage {stage} in rows {found[stage]} and {position}",
+                    expected="each stage in one row",
+                )
+    if sorted(found) != list(range(len(found))) or not found or not all(order):
+        raise InputError(
+            "a schedule needs every stage, and a stage in every row",
+            key="schedule",
+            found=f"stages {' '.join(map(str, sorted(found))) or 'none'} in {len(order)} rows",
+            expected="stages numbered from 0",
+        )
+    return found
+
+
+def num_microbatches(order: Order) -> int:
+    """Microbatches of an order."""
+    return 1 + max(mb for slots in order for _, _, mb in slots)
+
+
+def _check_complete(order: Order) -> None:
+    seen = Counter(slot for slots in order for slot in slots)
+    for stage in sorted({s for _, s, _ in seen}):
+        for mb in range(num_microbatches(order)):
+            f, b, i, w = (seen[kind, stage, mb] for kind in "FBIW")
+            if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
+                raise InputError(
+                    f"microbatch {mb} of stage {stage} needs one F and one B, or one I and one W",
+                    key=f"schedule.{positions(order)[stage]}",
+                    found=f"{f} F, {b} B, {i} I, {w} W",
+                    expected="1 F and 1 B, or 1 F, 1 I and 1 W",
+                )
+
+
+def time_slots(order: Order) -> list[list[Slot | None]]:
+    """Lay an order out in equal time slots, None where a position is idle.
+
+    Raises:
+        InputError: the order can never finish.
+    """
+    split = {(s, i) for slots in order for kind, s, i in slots if kind == "I"}
+    last = max(s for slots in order for _, s, _ in slots)
+    done: dict[Slot, int] = {}
+    at = [0] * len(order)
+    grid: list[list[Slot | None]] = [[] for _ in order]
+
+    def needs(slot: Slot) -> list[Slot]:
+        kind, s, i = slot
+        if kind == "F":
+            return [("F", s - 1, i)] if s else []
+        if kind == "W":
+            return [("I", s, i)]
+        above = ("I" if (s + 1, i) in split else "B", s + 1, i)
+        return [("F", s, i)] + ([above] if s < last else [])
+
+    while any(at[p] < len(slots) for p, slots in enumerate(order)):
+        now = len(grid[0])
+        ready = [
+            slots[at[p]]
+            if at[p] < len(slots) and all(done.get(n, now) < now for n in needs(slots[at[p]]))
+            else None
+            for p, slots in enumerate(order)
+        ]
+        if not any(ready):
+            stuck = next(slots[at[p]] for p, slots in enumerate(order) if at[p] < len(slots))
+            raise InputError(
+                "the schedule can never finish: its rows wait for one another",
+                key="schedule",
+                found=f"{stuck[1]}{stuck[0]}{stuck[2]} comes before what it needs",
+            )
+        for p, slot in enumerate(ready):
+            grid[p].append(slot)
+            if slot is not None:
+                done[slot] = now
+                at[p] += 1
+    return grid

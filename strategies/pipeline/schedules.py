@@ -145,6 +145,7 @@ OWNS = frozenset(
         "pipeline.schedule",
         "pipeline.chunks",
         "pipeline.split_backward",
+        "pipeline.order",
     }
 )
 
@@ -162,6 +163,7 @@ def _scheduled(
         schedule=name,
         chunks=chunks,
         split_backward=getattr(knobs, "split_backward", False),
+        order=(),
     )
     done = fill(formed, name, knobs, pipeline=pipeline)
     check_schedule(done)
