@@ -31,6 +31,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
         link_rates: [B/s] per link index. link_names: per link index.
         nbytes: [B] per node, for reports. flops: [FLOP] per node.
         wires: node -> link indices its formula-priced bytes cross, for the link report.
+        carried: node -> (link index, bytes [B]) that all members of the node put on links apart
+            from what its flows put there: with ``link_bytes`` of the network it adds up to every
+            byte. A folded node's members use links that its representative does not.
     """
 
     seconds: NDArray[np.float64]
@@ -40,3 +43,4 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: NDArray[np.float64] | None = None
     flops: NDArray[np.float64] | None = None
     wires: dict[int, tuple[int, ...]] = {}
+    carried: dict[int, tuple[tuple[int, float], ...]] = {}

@@ -31,6 +31,7 @@ def price(
     *,
     contention: bool = True,
     late: Late | None = None,
+    watched: frozenset[str] = frozenset(),
 ) -> Prices:
     """Price every node of a graph.
 
@@ -44,6 +45,7 @@ def price(
         contention: False gives everybody links of their own.
         late: resolved late amounts. A number scales time or bytes; a vector gives compute its own
             entry and a collective the largest; a matrix [B] is an uneven exchange.
+        watched: names of links whose rate changes during the run, so that they are never formulas.
 
     Returns:
         Prices; ``flops`` are of one rank and hold recomputation, ``nbytes`` are of one member.
@@ -51,14 +53,22 @@ def price(
     Raises:
         InputError: an op has no price on a machine, or a measured table lacks a split.
     """
-    return _Pricer(graph, Work(graph, wiring, plan, problem), contention, late).run()
+    work = Work(graph, wiring, plan, problem)
+    return _Pricer(graph, work, contention, late, watched).run()
 
 
 class _Pricer:
-    def __init__(self, graph: OpGraph, work: Work, contention: bool, late: Late | None) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        work: Work,
+        contention: bool,
+        late: Late | None,
+        watched: frozenset[str],
+    ) -> None:
         self.graph, self.work, self.late, self.contention = graph, work, late, contention
         self.machine = work.problem.machine
-        self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips)
+        self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips, watched)
         n = graph.num_nodes
         self.seconds, self.nbytes, self.flops = np.zeros(n), np.zeros(n), np.zeros(n)
         self.local: dict[Hashable, tuple[float, float]] = {}
@@ -122,17 +132,20 @@ class _Pricer:
 
     def _finish(self, of_message: dict[int, list[int]]) -> Prices:
         streams = self.streams
-        flows, crossed = {}, {}
+        flows, carried, crossed = {}, {}, {}
         for number, nodes in of_message.items():
             message = streams.uses[number][1]
             mine = streams.flows(number) if self.contention and streams.shares(number) else ()
             if mine:
-                seconds = message.fixed_s
+                self.seconds[nodes] = message.fixed_s
                 flows.update(dict.fromkeys(nodes, mine))
             else:
-                seconds = streams.formula(number) if self.contention else message.private_s
-                crossed.update(dict.fromkeys(nodes, streams.links(number)))
-            self.seconds[nodes] = seconds
+                alone = streams.formula(number) if self.contention else message.private_s
+                self.seconds[nodes] = alone
+            apart = streams.carried(number, mine)
+            if apart:
+                carried.update(dict.fromkeys(nodes, apart))
+                crossed.update(dict.fromkeys(nodes, tuple(x for x, _ in apart)))
             self.nbytes[nodes] = message.nbytes
         links = self.machine.links
         return Prices(
@@ -143,6 +156,7 @@ class _Pricer:
             nbytes=self.nbytes,
             flops=self.flops,
             wires=crossed,
+            carried=carried,
         )
 
 

@@ -92,11 +92,18 @@ class Streams:
 
     Args:
         graph, wiring, machine: see there. chips: chip per rank, () for rank r on chip r.
+        watched: names of links whose rate changes during the run: what crosses them is a flow.
     """
 
     def __init__(
-        self, graph: OpGraph, wiring: Wiring, machine: Machine, chips: tuple[int, ...]
+        self,
+        graph: OpGraph,
+        wiring: Wiring,
+        machine: Machine,
+        chips: tuple[int, ...],
+        watched: frozenset[str] = frozenset(),
     ) -> None:
+        self.watched = frozenset(i for i, x in enumerate(machine.links) if x.name in watched)
         self.graph, self.wiring, self.machine, self.chips = graph, wiring, machine, chips
         self.users: dict[int, set[Hashable]] = defaultdict(set)
         self.bound: dict[int, dict[Hashable, float]] = defaultdict(dict)
@@ -158,10 +165,12 @@ class Streams:
             self.bound[x][key] = max(self.bound[x].get(key, 0.0), cap)
 
     def shares(self, number: int) -> bool:
-        """Whether some link of the message carries a stream that is not the wire's own."""
+        """Whether some link of the message changes, or carries a stream not the wire's own."""
         members, _, crossing = self.uses[number]
         own = set(members.keys)
-        return any(not self.users[x] <= own for links in crossing for x in links)
+        return any(
+            x in self.watched or not self.users[x] <= own for links in crossing for x in links
+        )
 
     def _weights(self, number: int) -> list[list[tuple[int, int]]]:
         """Per flow of the representative: (link, member flows of its size that cross it)."""
@@ -214,13 +223,21 @@ class Streams:
             kept = tuple(
                 (x, members)
                 for x, members in weights
-                if sum(self.bound[x].values()) > links[x].rate * (1 + 1e-12)
+                if x in self.watched or sum(self.bound[x].values()) > links[x].rate * (1 + 1e-12)
             )
             if kept:
                 found.append(FlowSpec(kept, message.sizes[k], message.caps[k]))
         return tuple(found)
 
-    def links(self, number: int) -> tuple[int, ...]:
-        """Return the links that the representative's message crosses."""
+    def carried(self, number: int, flows: Sequence[FlowSpec] = ()) -> tuple[tuple[int, float], ...]:
+        """Return (link, bytes [B]) that all members put on links, less what ``flows`` put there."""
         _, message, crossing = self.uses[number]
-        return tuple(sorted({x for links in crossing[: len(message.hops)] for x in links}))
+        nbytes: dict[int, float] = defaultdict(float)
+        for k, links in enumerate(crossing):
+            for x, times in links.items():
+                nbytes[x] += message.sizes[k % len(message.hops)] * times
+        for flow in flows:
+            for x, members in flow.links:
+                nbytes[x] -= flow.nbytes * members
+        floor = 1e-9 * max(message.sizes, default=0.0)
+        return tuple((x, size) for x, size in sorted(nbytes.items()) if size > floor)
