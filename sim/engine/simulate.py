@@ -6,10 +6,16 @@ from collections.abc import Callable, Hashable, Sequence
 from time import process_time
 
 import msgspec
+from numpy.typing import ArrayLike
 
 from sim.cost.prices import Prices
+from sim.cost.pricing import group_keys, price
 from sim.engine.execute import Execution, Outcome
+from sim.engine.faults import ChipLoss, Fault, LinkChange, apply_faults, faulty
 from sim.engine.messages import Handled, MessagePrice, Messages
+from sim.engine.overlap import Overlap
+from sim.errors import SimulationError
+from sim.hardware.route import path
 from sim.plan.fold import fold_plan
 from sim.plan.graph import OpGraph, build_graph
 from sim.plan.passes import expand
@@ -17,8 +23,9 @@ from sim.plan.plan import Plan
 from sim.plan.program import Program
 from sim.plan.tables import Resolved, resolve_tables
 from sim.plan.wiring import Wiring, wire
+from sim.problem import Problem, problem_from_documents
 
-__all__ = ["Layout", "PriceOf", "Run", "lay_out", "run_layout"]
+__all__ = ["Layout", "PriceOf", "Run", "lay_out", "run_layout", "simulate"]
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +42,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     tables: Resolved
     steps: int
 
-    def late(self, node: int) -> object:
+    def late(self, node: int) -> ArrayLike | None:
         """The node's resolved late amount, or None when its amounts are all static."""
         ref = self.graph.ops[node].ref
-        return None if ref is None else self.tables.value(ref, int(self.graph.step[node]))
+        if ref is None:
+            return None
+        value: ArrayLike = self.tables.value(ref, int(self.graph.step[node]))
+        return value
 
 
 PriceOf = Callable[[Layout], Prices]
@@ -126,4 +136,95 @@ def run_layout(
     handled = messages.handled() if messages else ()
     return Run(
         layout=layout, prices=prices, outcome=outcome, handled=handled, cpu_s=process_time() - began
+    )
+
+
+def simulate(
+    plan: Plan,
+    problem: Problem | None = None,
+    *,
+    steps: int = 1,
+    fold: bool = True,
+    contention: bool = True,
+    overlap: bool = True,
+    faults: Sequence[Fault] = (),
+) -> Run:
+    """Simulate a plan on the cluster of its problem.
+
+    Args:
+        plan: a validated plan. problem: None reads the one the plan carries.
+        steps: number of steps. fold: one actor per class of equal ranks.
+        contention: transfers share links; False prices each as if alone.
+        overlap: compute and communication slow each other by the chips' profiled factors.
+        faults: stragglers, link changes, lost chips.
+
+    Raises:
+        SimulationError: ops wait in a circle, or a lost chip stops the run; says how far it came.
+        InputError: a fault or a late amount is wrong, or the plan carries no problem.
+    """
+    began = process_time()
+    problem = problem or problem_from_documents(plan.problem)
+    machine, chips = problem.machine, plan.placement.chips
+    n = plan.placement.num_ranks
+    chip_of = chips or tuple(range(n))
+    types = [
+        a for node in machine.nodes for a in [node.accelerator] * (node.chips[1] - node.chips[0])
+    ]
+    kinds = [machine.accelerators[types[c]] for c in chip_of]
+    changed = {f.link: f for f in faults if isinstance(f, LinkChange)}
+
+    def link_key(index: int) -> Hashable:
+        link = machine.links[index]
+        return link.rate, link.latency, link.curve, link.flow_cap, changed.get(link.name)
+
+    suffers = faulty(faults, n)
+    near = group_keys(machine, wire(plan.placement), chip_of) if fold else [()] * n
+    layout = lay_out(
+        plan,
+        steps=steps,
+        fold=fold,
+        rank_keys=[(kinds[r].name, suffers[r], near[r]) for r in range(n)],
+        path=lambda a, b: path(machine, chip_of[a], chip_of[b]).links,
+        link_key=link_key,
+        blocking=frozenset(r for r in range(n) if not kinds[r].async_compute),
+    )
+
+    def prepare(run: Execution) -> None:
+        if faults:
+            apply_faults(run, faults)
+        if overlap:
+            actors = enumerate(layout.graph.actors)
+            Overlap(
+                run,
+                {
+                    i: (kinds[a.rank].compute_slowdown, kinds[a.rank].comm_slowdown)
+                    for i, a in actors
+                },
+            )
+
+    def price_of(lay: Layout) -> Prices:
+        return price(
+            lay.graph,
+            lay.wiring,
+            plan,
+            problem,
+            contention=contention,
+            late=lay.late,
+            watched=frozenset(changed),
+        )
+
+    run = run_layout(layout, price_of, prepare=prepare)
+    if run.outcome.unfinished:
+        raise SimulationError(_how_far(run, faults))
+    return msgspec.structs.replace(run, cpu_s=process_time() - began)
+
+
+def _how_far(run: Run, faults: Sequence[Fault]) -> str:
+    graph, outcome = run.layout.graph, run.outcome
+    left = min(int(graph.step[k]) for k in outcome.unfinished)
+    lost = [f"rank {f.rank} at {f.at:g} s" for f in faults if isinstance(f, ChipLoss)]
+    why = "lost " + ", ".join(lost) if lost else "a link that is down holds its flows"
+    return (
+        f"the run stops after {left} of {run.layout.steps} steps at {outcome.makespan:g} s: {why}; "
+        f"{graph.label(outcome.unfinished[0])} never ends"
     )

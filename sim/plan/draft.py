@@ -54,6 +54,9 @@ class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):
         buffers: receive buffers per directed rank pair, 0 for rendezvous.
         split_backward: B as I then W, the send of the input gradient between them (H2's overlap).
         blocking_sends: compute waits for its own sends.
+        blocking_p2p: a rank does one thing at a time: sends and receives block it too.
+        whole_boundaries: boundary tensors go whole to every receiving rank instead of in pieces
+            that are gathered there.
         order: an order written out instead of the schedule's, one row per position (see
             sim.plan.schedules.explicit_order), () for the schedule's.
     """
@@ -65,6 +68,8 @@ class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int = 2
     split_backward: bool = False
     blocking_sends: bool = False
+    blocking_p2p: bool = False
+    whole_boundaries: bool = False
     order: tuple[str, ...] = ()
 
 

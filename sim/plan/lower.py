@@ -75,6 +75,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
             experts if draft.expert.ep > 1 else (),
             _tied(problem.model, placement),
             p.order,
+            p.blocking_p2p,
         )
         + draft.passes,
         barrier=draft.barrier,
@@ -136,6 +137,7 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         chips=() if chips == tuple(range(len(chips))) else chips,
         microbatches=draft.data.microbatches,
         ep=draft.expert.ep,
+        whole_boundaries=draft.pipeline.whole_boundaries,
     )
 
 

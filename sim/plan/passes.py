@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 
 from sim.errors import PlanError
+from sim.plan.deps import flatten, resolve
+from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Placement
 from sim.plan.plan import Call, Plan
@@ -245,8 +247,6 @@ def _blocking_sends(variants: list[Variant], plan: Plan, args: dict[str, Any]) -
 
     The implied dependencies of that op must then be written too, so they are read off first.
     """
-    from sim.plan.deps import flatten, resolve
-
     out = []
     for v in variants:
         hosted = frozenset(s.stage for s in plan.placement.segments if s.cell == v.position)
@@ -266,12 +266,43 @@ def _blocking_sends(variants: list[Variant], plan: Plan, args: dict[str, Any]) -
     return out
 
 
+def _blocking_p2p(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
+    """One call at a time: a send or receive blocks its rank until the transfer is over.
+
+    Neighbours that exchange would both send first and wait for ever, so odd positions receive
+    first (as DeepSpeed's pipeline engine does).
+    """
+    out = []
+    for v in variants:
+        ops = list(v.ops)
+        if v.position % 2:
+            for i in range(len(ops) - 1):
+                if ops[i].kind.startswith("SEND") and ops[i + 1].kind.startswith("RECV"):
+                    ops[i], ops[i + 1] = ops[i + 1], ops[i]
+        hosted = frozenset(s.stage for s in plan.placement.segments if s.cell == v.position)
+        flat = flatten(_program(msgspec.structs.replace(v, ops=tuple(ops)), False))
+        found = resolve(flat, hosted)
+        last = -1
+        for i, op in enumerate(flat.ops):
+            if KINDS[op.kind].stream not in ("compute", "pair"):
+                continue
+            deps = dict.fromkeys(found[i])
+            if last >= 0:
+                deps[last, 0] = None
+            last = i
+            names = tuple(Dep(flat.ops[j].name, d) for j, d in deps)
+            ops[i] = msgspec.structs.replace(op, deps=names)
+        out.append(msgspec.structs.replace(v, ops=tuple(ops)))
+    return out
+
+
 PASSES: dict[str, Pass] = {
     "schedule": _schedule,
     "split_backward": _split_backward,
     "transfers": _transfers,
     "gradients": _gradients,
     "blocking_sends": _blocking_sends,
+    "blocking_p2p": _blocking_p2p,
 }
 VERSIONS = dict.fromkeys(PASSES, 1)
 
@@ -284,11 +315,13 @@ def standard_calls(
     experts: tuple[int, ...],
     tied: tuple[int, ...],
     order: tuple[str, ...] = (),
+    blocking_p2p: bool = False,
 ) -> tuple[Call, ...]:
     """The calls that lower a pipeline of cells.
 
     Args:
-        schedule, chunks: generator. split_backward, blocking_sends: passes to add.
+        schedule, chunks: generator.
+        split_backward, blocking_sends, blocking_p2p: passes to add.
         experts: virtual stages with routed experts whose gradients reduce over "edp".
         tied: virtual stages that share a parameter.
         order: rows of a schedule written out, which then replaces the named one.
@@ -303,6 +336,8 @@ def standard_calls(
     ]
     if blocking_sends:
         calls.append(Call("blocking_sends"))
+    if blocking_p2p:
+        calls.append(Call("blocking_p2p"))
     return tuple(calls)
 
 
@@ -351,7 +386,8 @@ def _variants(plan: Plan) -> list[Variant]:
     found: dict[tuple[int, int, str, bool], list[int]] = defaultdict(list)
     for cell in placement.cells:
         m = placement.microbatches[cell.replica] if placement.microbatches else 1
-        gather = cell.tp > 1 and not plan.mathematics.sequence_parallel
+        sliced = not (plan.mathematics.sequence_parallel or placement.whole_boundaries)
+        gather = cell.tp > 1 and sliced
         found[cell.stage, m, cell.recompute, gather].extend(cell.ranks)
     return [
         Variant(position=s, microbatches=m, recompute=r, gather=g, ranks=tuple(ranks))

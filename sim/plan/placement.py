@@ -88,6 +88,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         chips: chip index in the machine of each rank; () means rank r sits on chip r.
         microbatches: of each replica.
         ep: expert-parallel size (a group of ep consecutive replicas of a stage, times tp).
+        whole_boundaries: boundary tensors are sent whole to every receiving rank, not in pieces.
         extra_ranks: ranks outside any cell (a parameter server).
     """
 
@@ -97,6 +98,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     chips: tuple[int, ...] = ()
     microbatches: tuple[int, ...] = ()
     ep: int = 1
+    whole_boundaries: bool = False
     extra_ranks: tuple[int, ...] = ()
 
     @property
@@ -166,12 +168,13 @@ class Piece(msgspec.Struct, frozen=True):
     of: int
 
 
-def pieces(producer: Cell, consumer: Cell) -> tuple[Piece, ...]:
+def pieces(producer: Cell, consumer: Cell, whole: bool = False) -> tuple[Piece, ...]:
     """Cut one boundary tensor into max(t_s, t_r) equal pieces (topology-aware resharding).
 
     Piece p goes from the sender's rank floor(p * t_s / n) to the receiver's floor(p * t_r / n),
     so the tensor crosses the wire once and is fanned out inside the receiver (H2, specs section
     2.5). Context-parallel ranks are paired index by index and each pair cuts its own share.
+    With ``whole`` every receiving rank is sent its whole share instead, and needs no gather.
 
     Raises:
         PlanError: context-parallel sizes differ.
@@ -182,14 +185,16 @@ def pieces(producer: Cell, consumer: Cell) -> tuple[Piece, ...]:
             found=f"cp {producer.cp} and {consumer.cp}",
             expected="equal cp",
         )
-    n = max(producer.tp, consumer.tp)
+    n = consumer.tp if whole else max(producer.tp, consumer.tp)
     found = []
     for c in range(producer.cp):
         for p in range(n):
             src = producer.ranks[c * producer.tp + p * producer.tp // n]
             dst = consumer.ranks[c * consumer.tp + p * consumer.tp // n]
-            of = n * producer.cp
-            found.append(Piece(src, dst, c * n + p, c * n + p + 1, of))
+            if whole:
+                found.append(Piece(src, dst, c, c + 1, producer.cp))
+            else:
+                found.append(Piece(src, dst, c * n + p, c * n + p + 1, n * producer.cp))
     return tuple(found)
 
 

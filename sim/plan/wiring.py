@@ -147,7 +147,7 @@ class Wiring:
             if direction == "B":
                 src, dst = dst, src
             table: dict[int, list[End]] = defaultdict(list)
-            for piece in pieces(src, dst):
+            for piece in pieces(src, dst, self.placement.whole_boundaries):
                 end = End(
                     (direction, index), piece.src, piece.dst, (piece.stop - piece.start, piece.of)
                 )

@@ -2,7 +2,8 @@
 
 Runs: the GH200 OPT-350M rows of github.com/eth-easl/sailor (validation/clariden), read 2026-11;
 rows whose table entry is launch-bound (one sequence per microbatch) are left out. The table already
-contains the tensor-parallel collectives. Gradient sync is modelled, sends block.
+contains the tensor-parallel collectives. Gradient sync is modelled. The runs' pipeline engine
+blocks on every send and receive and ships the whole boundary tensor from each rank.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ TP, MICROBATCH = 4, 8
 def predict(pp: int, dp: int, batch: int, layers: tuple[int, ...]) -> float:
     """Step time [s] of one run."""
     job = {
-        "global_batch": batch, "sequence_length": 2048, "dtype": "fp32", "optimizer": "adam",
-    }  # fmt: skip
+        "global_batch": batch,
+        "sequence_length": 2048,
+        "dtype": "fp32",
+        "optimizer": "adam",
+    }
     problem = load_problem(DATA / "gh200.yaml", DATA / "opt350m_gh200.yaml", job)
     cells = tuple(
         CellKnobs(
@@ -45,14 +49,17 @@ def predict(pp: int, dp: int, batch: int, layers: tuple[int, ...]) -> float:
             replica=r,
             tp=TP,
             chips=tuple(range((s * dp + r) * TP, (s * dp + r + 1) * TP)),
-        )  # fmt: skip
+        )
         for s in range(pp)
         for r in range(dp)
     )
     draft = PlanDraft(
         cells=cells,
         pipeline=PipelineKnobs(
-            cuts=(0, *np.cumsum(layers).tolist()), microbatch=MICROBATCH, blocking_sends=True
+            cuts=(0, *np.cumsum(layers).tolist()),
+            microbatch=MICROBATCH,
+            blocking_p2p=True,
+            whole_boundaries=True,
         ),
         data=DataKnobs(microbatches=(batch // (MICROBATCH * dp),) * dp),
     )
