@@ -86,9 +86,9 @@ def collective_cost(
 ) -> CollectiveCost:
     """Price one collective.
 
-    Legal ways: inside a node, and over nodes of one site, ring and tree, and over nodes also
-    hierarchical; over several sites hierarchical and tree, because a flat ring would wait for the
-    long hop in every one of its steps. The cheapest is taken; ties go to the first named.
+    Legal ways: on one site a ring, over nodes also hierarchical; over several sites hierarchical
+    only, because a flat ring would wait for the long hop in every one of its steps; a tree for
+    all_reduce and broadcast anywhere. The cheapest is taken; ties go to the first named.
 
     Args:
         machine: where. kind: one of ``KINDS``. chips: members, in rank order.

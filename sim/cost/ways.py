@@ -150,34 +150,30 @@ def ring(places: Places, kind: str, groups: Sequence[Sequence[int]], nbytes: flo
 def tree(places: Places, kind: str, group: Sequence[int], nbytes: float) -> list[Phase]:
     """Binomial tree of whole messages: ceil(log2 n) steps down, and as many up for an all_reduce.
 
-    all_gather and reduce_scatter double (halve) the message each step (Thakur et al. 2005,
-    section 3: recursive doubling and halving).
+    Its messages follow one another over different edges, so it never becomes flows; it wins only
+    where latency rules. [] for kinds whose members hold different parts.
 
     Args:
         places: of the machine. kind: of collective. group: chips. nbytes: [B] of the whole tensor.
     """
+    if kind not in ("all_reduce", "broadcast"):
+        return []
     n = len(group)
     steps = []
     for level in range(math.ceil(math.log2(n))):
         gap = 1 << level
-        if kind in ("all_gather", "reduce_scatter"):
-            size = nbytes * gap / n
-            pairs = [(i, i ^ gap) for i in range(n) if i ^ gap < n]
-            if n & (n - 1):
-                return []  # only powers of two double without a remainder
-        else:
-            size = nbytes
-            pairs = [(i, i + gap) for i in range(0, n - gap, 2 * gap)]
-        edges = tuple(Edge(group[a], group[b], size, size) for a, b in pairs)
+        pairs = [(i, i + gap) for i in range(0, n - gap, 2 * gap)]
+        edges = tuple(Edge(group[a], group[b], nbytes, nbytes) for a, b in pairs)
         latency = max(places.path(e.src, e.dst).latency for e in edges)
         steps.append(Phase(edges, latency, streams=False))
-    if kind == "all_reduce":
-        up = [
-            Phase(tuple(Edge(e.dst, e.src, e.nbytes, e.chunk) for e in s.edges), s.latency_s, False)
-            for s in steps
-        ]
-        return up + steps[::-1]
-    return steps[::-1] if kind in ("broadcast", "reduce_scatter") else steps
+    down = steps[::-1]
+    return [_reversed(s) for s in steps] + down if kind == "all_reduce" else down
+
+
+def _reversed(phase: Phase) -> Phase:
+    """The same edges the other way."""
+    edges = tuple(Edge(e.dst, e.src, e.nbytes, e.chunk) for e in phase.edges)
+    return Phase(edges, phase.latency_s, phase.streams)
 
 
 def hierarchical(places: Places, kind: str, group: Sequence[int], nbytes: float) -> list[Phase]:
@@ -203,10 +199,7 @@ def hierarchical(places: Places, kind: str, group: Sequence[int], nbytes: float)
     across = _best(places, kind, leaders, nbytes)
     if kind == "broadcast":
         return across + down
-    up = [
-        Phase(tuple(Edge(e.dst, e.src, e.nbytes, e.chunk) for e in s.edges), s.latency_s, s.streams)
-        for s in down[::-1]
-    ]
+    up = [_reversed(s) for s in down[::-1]]
     return up + across + down
 
 
