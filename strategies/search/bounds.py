@@ -112,9 +112,9 @@ def _tail(sync: Sync) -> Floats:
 
 
 def balanced_bound(num_microbatches: Floats, layers: float, rate: Floats) -> Floats:
-    """Least step time, m * L / sum(stages / layer time): even real-valued layers cannot do better (H2, 2.4 (d)).
+    """Least step time m * L / sum(stages / layer time) [s] of any real-valued layer split.
 
-    Some stage has at least its share of the layers, and the stream of that stage does all its
+    H2's rule (d). Some stage has at least its share of the layers, and its stream does all its
     passes once per microbatch; embedding, head, transfers and filling come on top.
 
     Args:

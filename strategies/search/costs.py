@@ -1,0 +1,316 @@
+"""Times and memory of all candidates of a slab at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.cost.ledger import live_microbatches
+from sim.model.amounts import dtype_bytes
+from sim.problem import Problem
+from strategies.search.passes import Passes, Way
+from strategies.search.recurrence import StageTimes, Sync
+from strategies.search.slab import Slab
+from strategies.search.wires import Both, Cells, Wires, stage_cells
+
+__all__ = ["Costs"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+KNOTS = 6
+"""Sizes at which a collective is priced when a slab has more sizes than this."""
+
+
+class _Structure:
+    """Distinct (tp, pp) of a slab's groups and the cells they lead to."""
+
+    def __init__(self, slab: Slab) -> None:
+        both = np.concatenate([slab.tp, slab.pp], axis=1)
+        rows, self.inverse = np.unique(both, axis=0, return_inverse=True)
+        self.inverse = self.inverse.reshape(-1)
+        groups = len(slab.pools)
+        self.cells: list[list[Cells]] = [
+            [
+                stage_cells(pool, int(tp), int(pp), slab.dp, i, slab.knobs.scatter)
+                for pool, tp, pp in zip(slab.pools, row[:groups], row[groups:], strict=True)
+                for i in range(int(pp))
+            ]
+            for row in rows
+        ]
+
+
+class Costs:
+    """Prices candidates of one problem; everything worked out is kept.
+
+    Attributes:
+        passes: per way to run layers. wires: communication.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.passes = Passes(problem)
+        self.wires = Wires(problem.machine)
+
+    # -- per way --------------------------------------------------------------------------------
+
+    def _ways(self, slab: Slab) -> tuple[list[Way], Ints]:
+        """Distinct ways of a slab, and the number of each group's, shape (n, G)."""
+        ways: list[Way] = []
+        number = np.zeros(slab.tp.shape, np.int64)
+        for g, pool in enumerate(slab.pools):
+            code = slab.tp[:, g] * 4 + slab.recompute[:, g]
+            known, inverse = np.unique(code, return_inverse=True)
+            number[:, g] = inverse.reshape(-1) + len(ways)
+            ways += [Way.of(pool, int(c) // 4, int(c) % 4, slab) for c in known]
+        return ways, number
+
+    def _of_stage(self, slab: Slab) -> tuple[list[Way], Ints]:
+        """Ways, and the way of each virtual stage, shape (n, V)."""
+        ways, number = self._ways(slab)
+        group, _ = slab.groups()
+        chosen = np.take_along_axis(number, group, axis=1)
+        return ways, np.tile(chosen, (1, slab.knobs.chunks))
+
+    def shards(self, slab: Slab) -> int:
+        """Ranks among which optimizer states are divided."""
+        return slab.dp if slab.knobs.zero else 1
+
+    # -- splitting layers -----------------------------------------------------------------------
+
+    def layer_times(self, slab: Slab) -> tuple[Floats, Floats]:
+        """Time of an inner layer on each virtual stage, and what first and last have besides [s].
+
+        Returns:
+            Two arrays, shape (n, V): forward, backward and recomputation together.
+        """
+        ways, stage = self._of_stage(slab)
+        passes = self.passes
+        total = passes.num_layers
+        layer, head, tail = (np.zeros(len(ways)) for _ in range(3))
+        for i, way in enumerate(ways):
+            sums = passes.seconds(way)[:3].sum(axis=0)
+            steps = np.diff(sums)
+            inner = steps[1:-1] if total > 2 else steps
+            layer[i] = max(float(inner.mean()), 1e-15)
+            head[i], tail[i] = float(steps[0]) - layer[i], float(steps[-1]) - layer[i]
+        extra = np.zeros(stage.shape)
+        extra[:, 0] += head[stage[:, 0]]
+        extra[:, -1] += tail[stage[:, -1]]
+        return layer[stage], np.maximum(extra, 0.0)
+
+    def most_layers(self, slab: Slab) -> Ints:
+        """Layers that each stage has memory for, shape (n, V); 0 where not even one fits.
+
+        With several chunks per position memory is shared between them, so nothing is known before
+        they are split: the answer is L.
+        """
+        ways, stage = self._of_stage(slab)
+        total = self.passes.num_layers
+        if slab.knobs.chunks > 1:
+            return np.full(stage.shape, total, np.int64)
+        live = self._live(slab)
+        stages = slab.num_stages
+        most = np.zeros(stage.shape, np.int64)
+        growth = [self.passes.growth(w, self.shards(slab)) for w in ways]
+        limits = np.array([self.passes.limit(w.pool) for w in ways])
+        for p in range(stages):
+            role = 3 if stages == 1 else 1 if p == 0 else 2 if p == stages - 1 else 0
+            idle = np.stack([g[0][role] for g in growth])
+            busy = np.stack([g[1][role] for g in growth])
+            fits = idle + busy * live[p][0][0] <= limits[:, None]
+            count = np.where(fits.all(axis=1), total, np.argmin(fits, axis=1))
+            most[:, p] = count[stage[:, p]]
+        return most
+
+    def _live(self, slab: Slab) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        k = slab.knobs
+        return live_microbatches(k.schedule, slab.num_stages, slab.num_microbatches, k.chunks)
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def memory(self, slab: Slab) -> tuple[Floats, Floats]:
+        """Predicted peak of each position, and its limit [B], shape (n, P) each."""
+        ways, number = self._ways(slab)
+        group, _ = slab.groups()
+        low, high = slab.ranges()
+        live = self._live(slab)
+        stages, chunks = slab.num_stages, slab.knobs.chunks
+        peak, limit = np.zeros(group.shape), np.zeros(group.shape)
+        where = np.take_along_axis(number, group, axis=1)
+        for i, way in enumerate(ways):
+            for p in range(stages):
+                rows = np.flatnonzero(where[:, p] == i)
+                if not len(rows):
+                    continue
+                mine = np.arange(chunks) * stages + p
+                for vector in live[p]:
+                    first, last = low[rows][:, mine], high[rows][:, mine]
+                    held = np.broadcast_to(np.array(vector), first.shape)
+                    peak[rows, p] = np.maximum(
+                        peak[rows, p],
+                        self.passes.memory(way, self.shards(slab), first, last, held),
+                    )
+                limit[rows, p] = self.passes.limit(way.pool)
+        return peak, limit
+
+    # -- times ----------------------------------------------------------------------------------
+
+    def times(self, slab: Slab, in_step: bool = True) -> StageTimes:
+        """Passes and transfers.
+
+        Args:
+            slab: candidates with layers.
+            in_step: equal messages share the links they cross; False gives each its own.
+        """
+        ways, stage = self._of_stage(slab)
+        low, high = slab.ranges()
+        tables = np.stack([self.passes.seconds(w)[:3] for w in ways])
+        took = [tables[stage, k, high] - tables[stage, k, low] for k in range(3)]
+        backward = took[1] if slab.shape.splits else took[1] + took[2]
+        tp = np.array([w.tp for w in ways])[stage]
+        send_f, send_b, gather_f, gather_b = self._boundaries(slab, in_step)
+        return StageTimes(
+            forward=took[0],
+            backward=backward,
+            weight=took[2],
+            send_f=send_f,
+            send_b=send_b,
+            gather_f=gather_f,
+            gather_b=gather_b,
+            gathers=(tp > 1) & (not slab.knobs.sequence_parallel),
+        )
+
+    def _boundaries(self, slab: Slab, in_step: bool) -> tuple[Floats, Floats, Floats, Floats]:
+        passes, job = self.passes, self.problem.job
+        _, high = slab.ranges()
+        virtual = high.shape[1]
+        sent_f, sent_b, got_f, got_b = (np.zeros(high.shape) for _ in range(4))
+        per_token = slab.microbatch * job.sequence_length * job.activation_bytes
+        structure = _Structure(slab)
+        crossing = passes.elements[high]
+        for elements in np.unique(passes.elements[1:-1]):
+            nbytes = float(per_token * elements)
+            table = np.zeros((4, len(structure.cells), virtual))
+            for i, cells in enumerate(structure.cells):
+                table[:, i] = self._one_structure(cells, virtual, nbytes, in_step, slab)
+            mine = crossing[:, :-1] == elements
+            rows = table[:, structure.inverse]
+            sent_f[:, :-1][mine] = rows[0][:, :-1][mine]
+            got_f[:, 1:][mine] = rows[2][:, 1:][mine]
+            sent_b[:, 1:][mine] = rows[1][:, 1:][mine]
+            got_b[:, :-1][mine] = rows[3][:, :-1][mine]
+        return sent_f, sent_b, got_f, got_b
+
+    def _one_structure(
+        self, cells: list[Cells], virtual: int, nbytes: float, in_step: bool, slab: Slab
+    ) -> Floats:
+        """(send_f, send_b, gather_f, gather_b) of every virtual stage, shape (4, V)."""
+        found = np.zeros((4, virtual))
+        count = len(cells)
+        for v in range(virtual):
+            here = cells[v % count]
+            if v + 1 < virtual:
+                found[0, v] = self.wires.transfer(here, cells[(v + 1) % count], nbytes)[in_step]
+            if v > 0:
+                found[1, v] = self.wires.transfer(here, cells[(v - 1) % count], nbytes)[in_step]
+            if len(here.chips[0]) > 1 and not slab.knobs.sequence_parallel:
+                found[2, v] = found[3, v] = self.wires.gather(here, nbytes)
+        return found
+
+    # -- after the passes -----------------------------------------------------------------------
+
+    def sync(self, slab: Slab, in_step: bool = True, exact: bool = True) -> Sync:
+        """Gradient sums, updates and gathered parameters.
+
+        Args:
+            slab: candidates with layers. in_step: as for ``times``.
+            exact: price every size of a collective; False interpolates between ``KNOTS`` sizes.
+        """
+        job, passes = self.problem.job, self.passes
+        ways, stage = self._of_stage(slab)
+        low, high = slab.ranges()
+        first, last = passes.starts[low], passes.starts[high]
+        tp = np.array([w.tp for w in ways])[stage]
+        dense, experts = passes.table.rank_params(first, last, tp, 1)
+        _, owned = passes.table.rank_params(first, last, tp, slab.ep)
+        shards = self.shards(slab)
+        summed = dense + (experts if slab.ep == 1 else 0.0)
+        update = np.zeros(stage.shape)
+        mine = dense / shards + owned / (shards if slab.ep == 1 else 1)
+        for i, way in enumerate(ways):
+            rows = stage == i
+            sums = passes.seconds(way)[3]
+            update[rows] = passes.update(way, mine[rows], (sums[high] - sums[low])[rows])
+        zero = np.zeros(stage.shape)
+        reduced, parted, gathered = zero, zero, zero
+        if slab.dp > 1:
+            width = dtype_bytes(job.reduction_dtype)
+            kind = "reduce_scatter" if slab.knobs.zero else "all_reduce"
+            price = _Collectives(self.wires, slab, in_step, exact)
+            reduced = price(kind, summed * width, 1)
+            if slab.knobs.zero:
+                gathered = price("all_gather", summed * job.param_bytes, 1)
+            if slab.ep > 1 and slab.dp > slab.ep:
+                parted = price("all_reduce", owned * width, slab.ep)
+        return Sync(
+            reduce=reduced,
+            reduce_experts=parted,
+            update=update,
+            unshard=gathered,
+            embed=self._tied(slab, in_step),
+            barrier=np.zeros(len(slab)),
+        )
+
+    def _tied(self, slab: Slab, in_step: bool) -> Floats:
+        """All-reduce of a parameter that the first and the last stage share [s], shape (n,)."""
+        found = np.zeros(len(slab))
+        structure = _Structure(slab)
+        width = dtype_bytes(self.problem.job.reduction_dtype)
+        for a, b, params in self.passes.table.tied:
+            if slab.num_stages == 1 or a != 0 or b < self.passes.starts[-2]:
+                continue
+            for i, cells in enumerate(structure.cells):
+                took = self.wires.tied(cells[0], cells[-1], float(params * width))
+                found[structure.inverse == i] += took[in_step]
+        return found
+
+
+class _Collectives:
+    """Prices a collective over the replicas of every stage of a slab."""
+
+    def __init__(self, wires: Wires, slab: Slab, in_step: bool, exact: bool) -> None:
+        self.wires, self.in_step, self.exact = wires, in_step, exact
+        self.structure = _Structure(slab)
+        self.chunks = slab.knobs.chunks
+
+    def __call__(self, kind: str, nbytes: Floats, every: int) -> Floats:
+        found = np.zeros(nbytes.shape)
+        by_pattern: dict[object, tuple[Cells, list[tuple[int, int]]]] = {}
+        for i, cells in enumerate(self.structure.cells):
+            for v in range(nbytes.shape[1]):
+                here = cells[v % len(cells)]
+                by_pattern.setdefault(here.pattern, (here, []))[1].append((i, v))
+        order = np.argsort(self.structure.inverse, kind="stable")
+        bounds = np.searchsorted(
+            self.structure.inverse[order], np.arange(len(self.structure.cells) + 1)
+        )
+        for here, places in by_pattern.values():
+            rows = [order[bounds[i] : bounds[i + 1]] for i, _ in places]
+            columns = np.repeat([v for _, v in places], [len(r) for r in rows])
+            where = (np.concatenate(rows), columns)
+            found[where] = self._sizes(
+                partial(self.wires.between, kind, here, every), nbytes[where]
+            )
+        return found
+
+    def _sizes(self, price: Callable[[float], Both], nbytes: Floats) -> Floats:
+        sizes, inverse = np.unique(nbytes, return_inverse=True)
+        if self.exact or len(sizes) <= KNOTS:
+            return np.array([price(float(s))[self.in_step] for s in sizes])[inverse.reshape(-1)]
+        knots = sizes[np.linspace(0, len(sizes) - 1, KNOTS).astype(np.int64)]
+        return np.interp(nbytes, knots, [price(float(s))[self.in_step] for s in knots])
