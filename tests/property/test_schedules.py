@@ -90,9 +90,7 @@ def test_uneven_stages(forward: list[float], m: int, expected: float) -> None:
     assert found <= closed and (found == closed) == (forward[-1] == max(forward))
 
 
-@given(
-    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3)
-)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_every_schedule_runs_every_microbatch_once(name: str, p: int, m: int, v: int) -> None:
     if name == "interleaved":
         m *= p
