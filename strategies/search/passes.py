@@ -92,6 +92,14 @@ class Passes:
             found = self._seconds[way] = self._price(way)
         return found
 
+    def forward_share(self) -> float:
+        """Least share of F in all passes of a unit, over all ways priced so far."""
+        found = 1.0
+        for sums in self._seconds.values():
+            steps = np.diff(sums[:3], axis=1)
+            found = min(found, float((steps[0] / np.maximum(steps.sum(axis=0), 1e-30)).min()))
+        return found
+
     def _price(self, way: Way) -> Floats:
         problem, machine = self.problem, self.problem.machine
         tp_chips: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ __all__ = ["compositions", "moves", "split_min_max"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_STEPS = 60
+_HALVINGS = 12
 
 
 def split_min_max(
@@ -39,28 +39,46 @@ def split_min_max(
     if not possible.any():
         return layers, possible
     unit, extra, cap = layer_s[possible], extra_s[possible], most[possible]
-    low = np.zeros(len(unit))
-    high = (extra + unit * num_layers).max(axis=1)
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        enough = _fitting(middle, unit, extra, cap).sum(axis=1) >= num_layers
-        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-    chosen = _fitting(high, unit, extra, cap)
-    surplus = chosen.sum(axis=1) - num_layers
-    rows = np.flatnonzero(surplus > 0)
+    chosen = _fitting(_floor(num_layers, unit, extra, cap), unit, extra, cap)
+    missing = num_layers - chosen.sum(axis=1)
+    rows = np.flatnonzero(missing > 0)
+    while len(rows):
+        full = chosen[rows] >= cap[rows]
+        time = np.where(full, np.inf, (chosen[rows] + 1) * unit[rows] + extra[rows])
+        # Of equally fast stages the last takes the layer: it holds fewest microbatches.
+        best = time.shape[1] - 1 - np.argmin(time[:, ::-1], axis=1)
+        chosen[rows, best] += 1
+        missing[rows] -= 1
+        rows = rows[missing[rows] > 0]
+    rows = np.flatnonzero(missing < 0)
     while len(rows):
         time = np.where(chosen[rows] > 1, chosen[rows] * unit[rows] + extra[rows], -np.inf)
-        # Of equally slow stages the first gives up a layer: it holds most microbatches.
-        worst = np.argmax(time >= time.max(axis=1, keepdims=True) * (1 - 1e-12), axis=1)
+        worst = np.argmax(time, axis=1)
         chosen[rows, worst] -= 1
-        surplus[rows] -= 1
-        rows = rows[surplus[rows] > 0]
+        missing[rows] += 1
+        rows = rows[missing[rows] < 0]
     layers[possible] = chosen
     return layers, possible
 
 
+def _floor(num_layers: int, unit: Floats, extra: Floats, cap: Ints) -> Floats:
+    """A time below the optimum, close to it: real-valued layers, then a few halvings for caps."""
+    inverse = 1.0 / unit
+    low = (num_layers + (extra * inverse).sum(axis=1)) / inverse.sum(axis=1)
+    high = (extra + unit * cap).max(axis=1)
+    bound = (cap < (low[:, None] - extra) * inverse).any(axis=1)
+    rows = np.flatnonzero(bound)
+    for _ in range(_HALVINGS if len(rows) else 0):
+        middle = (low[rows] + high[rows]) / 2
+        placed = _fitting(middle, unit[rows], extra[rows], cap[rows]).sum(axis=1)
+        less = placed <= num_layers
+        low[rows] = np.where(less, middle, low[rows])
+        high[rows] = np.where(less, high[rows], middle)
+    return low
+
+
 def _fitting(time: Floats, unit: Floats, extra: Floats, cap: Ints) -> Ints:
-    fitting = np.floor((time[:, None] - extra) / unit * (1 + 1e-12))
+    fitting = np.floor((time[:, None] - extra) / unit)
     return np.asarray(np.clip(fitting, 1, cap), np.int64)
 
 

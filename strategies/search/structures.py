@@ -1,0 +1,190 @@
+"""Structures of unlike pipelines: how each group of stages is run.
+
+A block fixes pools, replicas and microbatch; inside it a structure chooses (tp, stages,
+recomputation) per group. Structures are enumerated group by group as arrays, cut by the rules of
+h2.md 2.4 as they grow:
+
+    (a) dp * tp * stages fits into the pool, dp * microbatch divides the batch: nothing else is made
+    (b) tp is a power of two inside a node that divides heads and features
+    (c) a group whose single layer does not fit even with all that saves memory is cut ("memory")
+    (d) m * L / sum(stages / layer time), the groups still open at their fastest, above the
+        incumbent is cut ("bound"); the incumbent is the slowest of the best plans kept, so nothing
+        that belongs among them is lost. Sharpened by what filling costs, see ``grow``
+    (e) no recomputation, where every split of the layers fits it, beats recomputation
+        ("recompute"): every pass is longer with it, and max-plus is monotone
+    (f) sub-groups of one pool come in one order: falling (tp, recomputation) ("order")
+    (g) neighbouring sub-groups that would be run alike are one group ("merge")
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.search.pools import Pool
+from strategies.search.slab import Slab
+
+__all__ = ["Block", "Option", "count_structures", "enumerate_block", "grow"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MAX_ROWS = 400_000
+"""Most structures kept while a block grows; beyond it the best by bound (rule "beam")."""
+
+
+class Option(NamedTuple):
+    """One way to run a group: sizes, and the layers it does per second [1/s]."""
+
+    tp: int
+    pp: int
+    recompute: int
+    rate: float
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Structures that share pools, replicas and microbatch.
+
+    Args:
+        pools: of the groups, in order of stages. options: per group.
+        dp, microbatch, num_microbatches, ep: of the batch.
+        bound: [s] no structure of the block is faster. fill: see ``grow``.
+    """
+
+    pools: tuple[Pool, ...]
+    options: tuple[tuple[Option, ...], ...]
+    dp: int
+    microbatch: int
+    num_microbatches: int
+    ep: int
+    bound: float
+    fill: float = 0.0
+
+
+def grow(total: Floats, rate: Floats, stages: Floats, m: int, fill: float) -> Floats:
+    """Put a group of equal stages before those behind it and sum up what they can do.
+
+    The last stage of a pipeline ends no earlier than m times its own work after ``fill`` times the
+    work of the stages before it. Of all real-valued splits of L layers the best makes
+    m T_p + fill (T_0 + ... + T_(p-1)) equal to X on every stage; by linear programming duality
+    X >= L / Y with Y = sum of y_p, y_p = max(0, (rate_p - fill sum_(q > p) y_q) / m). Without
+    filling this is H2's m L / sum(stages / layer time).
+
+    Args:
+        total: Y of the stages behind. rate: layers per second of one stage. stages: how many.
+        m: microbatches. fill: share of a stage's work that filling and draining are sure to cost.
+
+    Returns:
+        Y with the group, shapes broadcast.
+    """
+    if fill == 0.0:
+        return np.asarray(total + rate * stages / m)
+    limit = rate / fill
+    shrink = (1.0 - fill / m) ** stages
+    return np.asarray(np.maximum(total, limit + (total - limit) * shrink))
+
+
+def count_structures(block: Block, num_layers: int, pp: int | None = None) -> int:
+    """Structures of a block with at most one stage per layer (or exactly ``pp`` stages)."""
+    ways = np.array([1.0])
+    for group in block.options:
+        of_size = np.bincount([o.pp for o in group]).astype(np.float64)
+        ways = np.convolve(ways, of_size)[: num_layers + 1]
+    if pp is not None:
+        return int(ways[pp]) if pp < len(ways) else 0
+    return int(ways.sum())
+
+
+def enumerate_block(
+    block: Block,
+    num_layers: int,
+    incumbent: float,
+    pruned: Counter[str],
+    pp: int | None = None,
+    max_rows: int = MAX_ROWS,
+) -> Slab | None:
+    """Structures of a block that may still beat the incumbent, without layers.
+
+    Args:
+        block: what. num_layers: L. incumbent: [s] bounds above it are cut.
+        pruned: counts by rule, updated; cut subtrees count all their leaves.
+        pp: exact number of stages, None for any. max_rows: see ``MAX_ROWS``.
+
+    Returns:
+        The structures, of any number of stages, or None when none is left.
+    """
+    m = block.num_microbatches
+    best = [max(o.rate for o in group) / m for group in block.options]
+    fewest = [min(o.pp for o in group) for group in block.options]
+    leaves = [len(g) for g in block.options]
+    chosen = np.zeros((1, 0), np.int64)
+    total, stages = np.zeros(1), np.zeros(1, np.int64)
+    # From the last group to the first, because filling counts the stages before a stage.
+    for g in reversed(range(len(block.options))):
+        group = block.options[g]
+        table = np.array([(o.tp, o.pp, o.recompute, o.rate) for o in group])
+        index = np.repeat(np.arange(len(chosen)), len(group))
+        own = np.tile(np.arange(len(group)), len(chosen))
+        rate, count = table[own, 3] / table[own, 1], table[own, 1]
+        total = grow(total[index], rate, count, m, block.fill)
+        stages = stages[index] + count.astype(np.int64)
+        below = float(np.prod(leaves[:g]))
+        keep = stages + sum(fewest[:g]) <= (num_layers if pp is None else pp)
+        if pp is not None and g == 0:
+            keep &= stages == pp
+        pruned["layers"] += int((~keep).sum() * below)
+        bound = num_layers / (total + sum(best[:g]))
+        slow = keep & (bound > incumbent)
+        pruned["bound"] += int(slow.sum() * below)
+        keep &= ~slow
+        if len(chosen[0]) and _siblings(block.pools[g], block.pools[g + 1]):
+            after = block.options[g + 1]
+            keep = _canonical(chosen[index, 0], own, after, table, keep, below, pruned)
+        rows = np.flatnonzero(keep)
+        if len(rows) > max_rows:
+            order = np.argpartition(bound[rows], max_rows)
+            pruned["beam"] += int((len(rows) - max_rows) * below)
+            rows = rows[order[:max_rows]]
+        chosen = np.concatenate([own[rows, None], chosen[index[rows]]], axis=1)
+        total, stages = total[rows], stages[rows]
+    if not len(chosen):
+        return None
+    tables = [np.array([o[:3] for o in group], np.int64) for group in block.options]
+    fields = np.stack([t[chosen[:, g]] for g, t in enumerate(tables)], axis=1)
+    return Slab(
+        pools=block.pools,
+        dp=block.dp,
+        microbatch=block.microbatch,
+        num_microbatches=block.num_microbatches,
+        ep=block.ep,
+        tp=fields[:, :, 0],
+        pp=fields[:, :, 1],
+        recompute=fields[:, :, 2],
+        layers=np.zeros((len(chosen), 0), np.int64),
+    )
+
+
+def _siblings(a: Pool, b: Pool) -> bool:
+    """Whether two pools are sub-pools of one."""
+    return "/" in a.name and a.name.rpartition("/")[0] == b.name.rpartition("/")[0]
+
+
+def _canonical(
+    later: Ints,
+    own: Ints,
+    after: tuple[Option, ...],
+    table: Floats,
+    keep: NDArray[np.bool_],
+    below: float,
+    pruned: Counter[str],
+) -> NDArray[np.bool_]:
+    """Rules (f) and (g) between a sub-group and the one behind it."""
+    behind = np.array([o.tp * 4 + o.recompute for o in after])[later]
+    mine = (table[own, 0] * 4 + table[own, 2]).astype(np.int64)
+    same, rising = keep & (mine == behind), keep & (mine < behind)
+    pruned["merge"] += int(same.sum() * below)
+    pruned["order"] += int(rising.sum() * below)
+    return np.asarray(keep & ~same & ~rising)
