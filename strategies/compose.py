@@ -13,7 +13,7 @@ from sim.problem import Problem
 from strategies.base import AXES, Strategy, changed_fields, draft_or_default
 from strategies.registry import get, names
 
-__all__ = ["REQUIRED", "check_conflicts", "compose"]
+__all__ = ["REQUIRED", "check_conflicts", "compose", "may_change"]
 
 Choice = tuple[Strategy[Any] | str, Any]
 
@@ -48,7 +48,7 @@ def compose(
     draft = draft_or_default(problem, start)
     for strategy, knobs in sorted(resolved, key=lambda c: _rank(c[0])):
         after = strategy.apply(problem, draft, _knobs(strategy, knobs))
-        foreign = changed_fields(draft, after) - _may_change(strategy)
+        foreign = changed_fields(draft, after) - may_change(strategy)
         if foreign:
             raise PlanError(
                 f"strategy {strategy.name} changed a knob it does not own",
@@ -76,8 +76,8 @@ def check_conflicts(chosen: Sequence[Strategy[Any]]) -> None:
             owner[field] = strategy.name
 
 
-def _may_change(strategy: Strategy[Any]) -> frozenset[str]:
-    """Who forms cells from chips also numbers them."""
+def may_change(strategy: Strategy[Any]) -> frozenset[str]:
+    """Fields a strategy may change: what it owns; who forms cells from chips also numbers them."""
     numbers = {"cells.stage", "cells.replica"} if "cells.chips" in strategy.owns else set()
     return strategy.owns | numbers
 

@@ -14,7 +14,7 @@ from sim.hardware.machine import Accelerator
 from sim.model.amounts import block_table
 from sim.plan.placement import Cell
 from sim.plan.plan import Plan
-from sim.plan.schedules import SCHEDULES
+from sim.plan.schedules import SCHEDULES, Slot, explicit_order
 from sim.problem import Problem
 from sim.spec.job import Job
 
@@ -85,7 +85,11 @@ def memory_limit(accelerator: Accelerator, job: Job) -> float:
 
 @lru_cache(maxsize=1024)
 def live_microbatches(
-    schedule: str, num_stages: int, microbatches: int, chunks: int = 1
+    schedule: str,
+    num_stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    order: tuple[str, ...] = (),
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return how many microbatches each virtual stage of a position holds at once.
 
@@ -95,6 +99,7 @@ def live_microbatches(
     Args:
         schedule: name in sim.plan.schedules. num_stages: pipeline positions.
         microbatches: of the replica. chunks: virtual stages per position.
+        order: rows of a schedule written out, which then replaces the named one.
 
     Returns:
         Per position the maximal vectors over its virtual stages: none is below another.
@@ -102,23 +107,25 @@ def live_microbatches(
     Raises:
         PlanError: the schedule is unknown.
     """
+    if order:
+        return tuple(_live_vectors(slots) for slots in explicit_order(order))
     if schedule not in SCHEDULES:
         raise PlanError("unknown schedule", key="schedule", found=schedule)
     enough = num_stages * _LIVE_PERIODS * max(chunks, 1)
     m = microbatches if schedule == "gpipe" or microbatches <= enough else enough
     extra = (chunks,) if schedule == "interleaved" else ()
-    found = []
-    for slots in SCHEDULES[schedule](num_stages, m, *extra):
-        frees = "W" if any(kind == "W" for kind, _, _ in slots) else "B"
-        now = [0] * max(chunks, 1)
-        seen: set[tuple[int, ...]] = set()
-        for kind, stage, _ in slots:
-            if kind in ("F", frees):
-                now[stage // num_stages] += 1 if kind == "F" else -1
-                seen.add(tuple(now))
-        top = [v for v in seen if not any(v != w and _below(v, w) for w in seen)]
-        found.append(tuple(sorted(top)))
-    return tuple(found)
+    return tuple(_live_vectors(slots) for slots in SCHEDULES[schedule](num_stages, m, *extra))
+
+
+def _live_vectors(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+    """Maximal vectors of microbatches held, over the stages that a position's slots name."""
+    index = {stage: i for i, stage in enumerate(sorted({s for _, s, _ in slots}))}
+    now = [0] * len(index)
+    seen: set[tuple[int, ...]] = set()
+    for kind, stage, _ in slots:
+        now[index[stage]] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        seen.add(tuple(now))
+    return tuple(sorted(v for v in seen if not any(v != w and _below(v, w) for w in seen)))
 
 
 def _below(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -182,7 +189,8 @@ def _live_of(plan: Plan, cell: Cell) -> tuple[tuple[int, ...], ...]:
     m = placement.microbatches[cell.replica] if placement.microbatches else 1
     name = call.args.get("name", "1f1b")
     chunks = len(placement.segments) // placement.num_stages
-    return live_microbatches(name, placement.num_stages, m, chunks)[cell.stage]
+    order = tuple(call.args.get("order", ()))
+    return live_microbatches(name, placement.num_stages, m, chunks, order)[cell.stage]
 
 
 def peak_memory(plan: Plan, problem: Problem) -> Mapping[tuple[int, int], Ledger]:

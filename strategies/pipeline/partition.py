@@ -17,7 +17,7 @@ from sim.cost.compute import Shape, block_time
 from sim.cost.measured import MeasuredTimes
 from sim.errors import InputError
 from sim.model.graph import Model
-from sim.plan.draft import PlanDraft, split_layers
+from sim.plan.draft import CellKnobs, PlanDraft, split_layers
 from sim.plan.uniform import check_layers, layer_cuts
 from sim.problem import Problem
 from strategies.base import Space, draft_or_default, fill
@@ -28,6 +28,7 @@ __all__ = [
     "Partition",
     "PartitionKnobs",
     "block_seconds",
+    "cell_seconds",
     "min_max_cuts",
     "unit_starts",
     "weighted_counts",
@@ -65,11 +66,39 @@ def unit_starts(model: Model, at: str = "layer") -> tuple[int, ...]:
     return layer_cuts(model, (1,) * model.num_layers)
 
 
-def block_seconds(problem: Problem, draft: PlanDraft) -> Floats:
-    """Forward, backward and recomputation of each block on each pipeline position [s].
+def cell_seconds(problem: Problem, draft: PlanDraft, cell: CellKnobs) -> Floats:
+    """Forward, backward and recomputation of each block for one microbatch on a cell [s].
 
-    Of a position's cells the slowest counts. Tensor-parallel collectives are not included, unless
-    the times were measured.
+    Tensor-parallel collectives are not included, unless the times were measured.
+
+    Args:
+        problem: what. draft: microbatch size and switches. cell: where.
+
+    Returns:
+        Times, shape (L,).
+
+    Raises:
+        InputError: a measured table lacks the cell's split.
+    """
+    machine, job, model = problem.machine, problem.job, problem.model
+    node = next(n for n in machine.nodes if n.chips[0] <= cell.chips[0] < n.chips[1])
+    shape = Shape(
+        microbatch=draft.pipeline.microbatch,
+        sequence_length=job.sequence_length,
+        tp=cell.tp,
+        ep=draft.expert.ep,
+        cp=cell.cp,
+        sequence_parallel=draft.tensor.sequence_parallel,
+        recompute=cell.recompute,
+    )
+    measured = MeasuredTimes(model) if model.times else None
+    chip = machine.accelerators[node.accelerator]
+    times = [block_time(b, chip, shape, job.dtype, measured) for b in model.blocks]
+    return np.array([t.forward + t.backward + t.recompute for t in times])
+
+
+def block_seconds(problem: Problem, draft: PlanDraft) -> Floats:
+    """Times of each block on each pipeline position: ``cell_seconds`` of its slowest cell [s].
 
     Args:
         problem: what. draft: its cells, microbatch size and switches.
@@ -80,28 +109,16 @@ def block_seconds(problem: Problem, draft: PlanDraft) -> Floats:
     Raises:
         InputError: a measured table lacks a split that the cells use.
     """
-    machine, job, model = problem.machine, problem.job, problem.model
+    machine = problem.machine
     names = [n.accelerator for n in machine.nodes for _ in range(*n.chips)]
-    measured = MeasuredTimes(model) if model.times else None
     positions = 1 + max(c.stage for c in draft.cells)
-    found = np.zeros((positions, len(model.blocks)))
-    seen: dict[tuple[str, Shape], Floats] = {}
+    found = np.zeros((positions, len(problem.model.blocks)))
+    seen: dict[tuple[str, int, int, str], Floats] = {}
     for cell in draft.cells:
-        shape = Shape(
-            microbatch=draft.pipeline.microbatch,
-            sequence_length=job.sequence_length,
-            tp=cell.tp,
-            ep=draft.expert.ep,
-            cp=cell.cp,
-            sequence_parallel=draft.tensor.sequence_parallel,
-            recompute=cell.recompute,
-        )
-        name = names[cell.chips[0]]
-        if (name, shape) not in seen:
-            chip = machine.accelerators[name]
-            times = [block_time(b, chip, shape, job.dtype, measured) for b in model.blocks]
-            seen[name, shape] = np.array([t.forward + t.backward + t.recompute for t in times])
-        found[cell.stage] = np.maximum(found[cell.stage], seen[name, shape])
+        key = (names[cell.chips[0]], cell.tp, cell.cp, cell.recompute)
+        if key not in seen:
+            seen[key] = cell_seconds(problem, draft, cell)
+        found[cell.stage] = np.maximum(found[cell.stage], seen[key])
     return found
 
 

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sim.errors import InputError
-from strategies.pipeline.partition import min_max_cuts, weighted_counts
+from sim.plan.draft import PlanDraft
+from sim.problem import Problem, load_problem
+from strategies.compose import compose
+from strategies.pipeline.partition import (
+    PARTITION,
+    PartitionKnobs,
+    block_seconds,
+    min_max_cuts,
+    unit_starts,
+    weighted_counts,
+)
+from tests.validation.exercise import machine, model, problem
 
 COSTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 7.0])
 
@@ -77,3 +88,63 @@ def test_fewer_units_than_stages_are_refused(cut) -> None:  # type: ignore[no-un
         cut()
     with pytest.raises(InputError, match="at least one layer"):
         weighted_counts(2, (1.0, 1.0, 1.0))
+
+
+def cut(given: Problem, stages: int, chunks: int = 1, **knobs: object) -> tuple[int, ...]:
+    schedule = (
+        ("interleaved", {"stages": stages, "chunks": chunks})
+        if chunks > 1
+        else ("1f1b", {"stages": stages})
+    )
+    draft = compose(given, [("megatron", {"tp": 2}), schedule, ("ddp", {}), ("partition", knobs)])
+    return draft.pipeline.cuts
+
+
+@pytest.mark.parametrize(
+    ("method", "chunked"),
+    [("weighted", (0, 5, 7, 11, 12)), ("min-max", (0, 5, 6, 11, 12))],
+)
+def test_layers_follow_the_speed_of_the_stage(method: str, chunked: tuple[int, ...]) -> None:
+    speeds = {"fast": 3.0, "slow": 1.0}
+    given = problem(machine(2, 2, types=("fast", "slow")), model(12, tp=(2,), speeds=speeds), 4)
+    assert cut(given, 2) == (0, 6, 12)
+    assert cut(given, 2, method=method) == (0, 9, 12)
+    # Chunks go round robin: fast, slow, fast, slow; 4.5 and 1.5 layers each would be even.
+    assert cut(given, 2, 2, method=method) == chunked
+
+
+def test_embedding_and_head_count() -> None:
+    """A large vocabulary leaves the last stage fewer layers; blocks may cut finer than layers."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "vocab_size": 64000,
+        "max_position_embeddings": 512,
+    }
+    job = {"global_batch": 16, "sequence_length": 512, "dtype": "fp16"}
+    given = load_problem("v100_t4", config, job)
+    draft = compose(
+        given,
+        [("megatron", {"tp": 4}), ("1f1b", {"stages": 2}), ("ddp", {}), ("partition", {})],
+    )
+    seconds = block_seconds(given, draft)
+    slowest = {}
+    for at in ("layer", "block"):
+        starts = unit_starts(given.model, at)
+        costs = np.add.reduceat(seconds, starts[:-1], axis=1)
+        expected, bottleneck, _ = brute_force(costs)
+        found = cut_of(given, draft, at)
+        assert found == tuple(starts[c] for c in expected)
+        slowest[at] = bottleneck
+    equal = max(
+        seconds[0, : draft.pipeline.cuts[1]].sum(), seconds[1, draft.pipeline.cuts[1] :].sum()
+    )
+    assert slowest["block"] <= slowest["layer"] < equal
+
+
+def cut_of(given: Problem, draft: PlanDraft, at: str) -> tuple[int, ...]:
+    knobs = PartitionKnobs(method="min-max", at=at)  # type: ignore[arg-type]
+    return PARTITION.apply(given, draft, knobs).pipeline.cuts

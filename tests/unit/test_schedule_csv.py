@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.cost.ledger import live_microbatches
 from sim.errors import InputError, PlanError
 from sim.interop.schedule_csv import (
     load_schedule_csv,
@@ -99,6 +100,17 @@ def test_wrong_files_say_where(text: str, message: str, line: int) -> None:
     with pytest.raises(InputError, match=message) as caught:
         schedule_knobs(text, source="a.csv")
     assert caught.value.file == "a.csv" and caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"), [("1f1b", 4, 6, 1), ("zb-h1", 3, 5, 1), ("interleaved", 3, 6, 2)]
+)
+def test_memory_of_a_written_order_is_that_of_its_schedule(
+    name: str, p: int, m: int, v: int
+) -> None:
+    knobs = schedule_knobs(schedule_to_csv(pipeline(p, m, name, v)))
+    written = live_microbatches("csv", p, m, v, knobs.order)
+    assert written == live_microbatches(name, p, m, v)
 
 
 def test_another_number_of_microbatches_is_refused() -> None:
