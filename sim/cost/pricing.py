@@ -170,7 +170,7 @@ def group_keys(machine: Machine, wiring: Wiring, chips: Sequence[int] = ()) -> l
         machine: where. wiring: groups. chips: chip per rank, () for rank r on chip r.
     """
     where = places(machine)
-    num_ranks = 1 + max((r for ranks in wiring.groups for r in ranks), default=-1)
+    num_ranks = len(chips) or wiring.placement.num_ranks
     keys: list[set[Hashable]] = [set() for _ in range(num_ranks)]
     for g, ranks in enumerate(wiring.groups):
         if wiring.roles[g] == {"world"}:
