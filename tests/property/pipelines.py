@@ -69,9 +69,7 @@ class RandomPipeline:
         self.plan, self.seconds, self.steps, self.blocking = plan, seconds, steps, blocking
 
     def __repr__(self) -> str:
-        return (
-            f"RandomPipeline({self.plan!r}, {self.seconds!r}, {self.steps!r}, {self.blocking!r})"
-        )
+        return f"RandomPipeline({self.plan!r}, {self.seconds!r}, {self.steps!r}, {self.blocking!r})"
 
     def layout(self, fold: bool) -> Layout:
         keys = [r in self.blocking for r in range(self.plan.placement.num_ranks)]
@@ -101,9 +99,7 @@ def random_pipelines(draw: st.DrawFn, max_positions: int = 4) -> RandomPipeline:
     cells, first = [], 0
     seconds: dict[str, float] = {}
     speed = {"fast": 1.0, "slow": draw(st.sampled_from([1.0, 1.5, 2.3]))}
-    base = {
-        f"{v}{k}": draw(TIMES) for v in range(positions * chunks) for k in ("F", "B", "I", "W")
-    }
+    base = {f"{v}{k}": draw(TIMES) for v in range(positions * chunks) for k in ("F", "B", "I", "W")}
     for stage in range(positions):
         for replica in range(replicas):
             tp = draw(st.sampled_from([1, 2, 4]))
@@ -133,7 +129,9 @@ def random_pipelines(draw: st.DrawFn, max_positions: int = 4) -> RandomPipeline:
     plan = Plan(
         barrier=draw(st.booleans()),
         buffers=draw(st.integers(0, 3)),
-        mathematics=Mathematics(zero=draw(st.integers(0, 1)), sequence_parallel=draw(st.booleans())),
+        mathematics=Mathematics(
+            zero=draw(st.integers(0, 1)), sequence_parallel=draw(st.booleans())
+        ),
         placement=Placement(
             cells=tuple(cells),
             segments=segments,
