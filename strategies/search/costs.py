@@ -69,7 +69,7 @@ class Costs:
             ways += [Way.of(pool, int(c) // 4, int(c) % 4, slab) for c in known]
         return ways, number
 
-    def _of_stage(self, slab: Slab) -> tuple[list[Way], Ints]:
+    def ways_of_stages(self, slab: Slab) -> tuple[list[Way], Ints]:
         """Ways, and the way of each virtual stage, shape (n, V)."""
         ways, number = self._ways(slab)
         group, _ = slab.groups()
@@ -88,7 +88,7 @@ class Costs:
         Returns:
             Two arrays, shape (n, V): forward, backward and recomputation together.
         """
-        ways, stage = self._of_stage(slab)
+        ways, stage = self.ways_of_stages(slab)
         passes = self.passes
         total = passes.num_layers
         layer, head, tail = (np.zeros(len(ways)) for _ in range(3))
@@ -109,7 +109,7 @@ class Costs:
         With several chunks per position memory is shared between them, so nothing is known before
         they are split: the answer is L.
         """
-        ways, stage = self._of_stage(slab)
+        ways, stage = self.ways_of_stages(slab)
         total = self.passes.num_layers
         if slab.knobs.chunks > 1:
             return np.full(stage.shape, total, np.int64)
@@ -142,20 +142,17 @@ class Costs:
         stages, chunks = slab.num_stages, slab.knobs.chunks
         peak, limit = np.zeros(group.shape), np.zeros(group.shape)
         where = np.take_along_axis(number, group, axis=1)
+        hosted = np.arange(chunks) * stages + np.arange(stages)[:, None]
         for i, way in enumerate(ways):
-            for p in range(stages):
-                rows = np.flatnonzero(where[:, p] == i)
-                if not len(rows):
-                    continue
-                mine = np.arange(chunks) * stages + p
-                for vector in live[p]:
-                    first, last = low[rows][:, mine], high[rows][:, mine]
-                    held = np.broadcast_to(np.array(vector), first.shape)
-                    peak[rows, p] = np.maximum(
-                        peak[rows, p],
-                        self.passes.memory(way, self.shards(slab), first, last, held),
-                    )
-                limit[rows, p] = self.passes.limit(way.pool)
+            rows, place = np.nonzero(where == i)
+            limit[rows, place] = self.passes.limit(way.pool)
+            first = low[rows[:, None], hosted[place]]
+            last = high[rows[:, None], hosted[place]]
+            for turn in range(max(map(len, live))):
+                # A position with fewer maximal vectors repeats its last one.
+                held = np.array([x[min(turn, len(x) - 1)] for x in live])[place]
+                nbytes = self.passes.memory(way, self.shards(slab), first, last, held)
+                peak[rows, place] = np.maximum(peak[rows, place], nbytes)
         return peak, limit
 
     # -- times ----------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ class Costs:
             slab: candidates with layers.
             in_step: equal messages share the links they cross; False gives each its own.
         """
-        ways, stage = self._of_stage(slab)
+        ways, stage = self.ways_of_stages(slab)
         low, high = slab.ranges()
         tables = np.stack([self.passes.seconds(w)[:3] for w in ways])
         took = [tables[stage, k, high] - tables[stage, k, low] for k in range(3)]
@@ -232,7 +229,7 @@ class Costs:
             exact: price every size of a collective; False interpolates between ``KNOTS`` sizes.
         """
         job, passes = self.problem.job, self.passes
-        ways, stage = self._of_stage(slab)
+        ways, stage = self.ways_of_stages(slab)
         low, high = slab.ranges()
         first, last = passes.starts[low], passes.starts[high]
         tp = np.array([w.tp for w in ways])[stage]

@@ -12,7 +12,7 @@ from sim.plan.placement import Recompute
 from strategies.search.pools import Pool
 from strategies.search.skeleton import Shape
 
-__all__ = ["RECOMPUTE", "Knobs", "Slab", "join_slabs"]
+__all__ = ["RECOMPUTE", "Knobs", "Slab", "plan_key", "structure_key"]
 
 Ints = NDArray[np.int64]
 
@@ -120,12 +120,15 @@ class Slab(msgspec.Struct, frozen=True, kw_only=True):
         return last - self.layers, last
 
 
-def join_slabs(slabs: list[Slab]) -> Slab:
-    """Put slabs that differ in their rows only behind one another."""
-    return msgspec.structs.replace(
-        slabs[0],
-        **{
-            name: np.concatenate([getattr(s, name) for s in slabs])
-            for name in ("tp", "pp", "recompute", "layers")
-        },
-    )
+def structure_key(slab: Slab, row: int = 0) -> bytes:
+    """Identity of a candidate without its knobs and layers."""
+    head = repr(([p.name for p in slab.pools], slab.dp, slab.microbatch, slab.ep)).encode()
+    parts: list[bytes] = [x[row].tobytes() for x in (slab.tp, slab.pp, slab.recompute)]
+    return head + b"".join(parts)
+
+
+def plan_key(slab: Slab, row: int = 0) -> bytes:
+    """Identity of a candidate."""
+    knobs = repr(tuple(slab.knobs)).encode()
+    layers: bytes = slab.layers[row].tobytes()
+    return structure_key(slab, row) + knobs + layers

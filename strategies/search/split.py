@@ -74,7 +74,7 @@ def _floor(num_layers: int, unit: Floats, extra: Floats, cap: Ints) -> Floats:
         less = placed <= num_layers
         low[rows] = np.where(less, middle, low[rows])
         high[rows] = np.where(less, high[rows], middle)
-    return low
+    return np.asarray(low)
 
 
 def _fitting(time: Floats, unit: Floats, extra: Floats, cap: Ints) -> Ints:

@@ -140,7 +140,7 @@ def enumerate_block(
         slow = keep & (bound > incumbent)
         pruned["bound"] += int(slow.sum() * below)
         keep &= ~slow
-        if len(chosen[0]) and _siblings(block.pools[g], block.pools[g + 1]):
+        if g + 1 < len(block.pools) and _siblings(block.pools[g], block.pools[g + 1]):
             after = block.options[g + 1]
             keep = _canonical(chosen[index, 0], own, after, table, keep, below, pruned)
         rows = np.flatnonzero(keep)

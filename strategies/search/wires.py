@@ -26,10 +26,16 @@ Both = tuple[float, float]
 
 
 class Cells(NamedTuple):
-    """The cells of one stage, one per replica, and what makes two stages' cells alike."""
+    """The cells of one stage, one per replica.
+
+    Args:
+        chips: of each cell. pattern: what makes the cells of two stages alike.
+        node: of the first cell, counted inside the pool.
+    """
 
     chips: tuple[Chips, ...]
     pattern: tuple[object, ...]
+    node: int
 
 
 def stage_cells(pool: Pool, tp: int, pp: int, dp: int, index: int, scatter: bool) -> Cells:
@@ -40,12 +46,13 @@ def stage_cells(pool: Pool, tp: int, pp: int, dp: int, index: int, scatter: bool
         index: stage inside the group. scatter: see ``Knobs``.
     """
     places = slots(pool, tp)
+    per_node = max(1, (pool.nodes[0][1] - pool.nodes[0][0]) // tp)
     if scatter:
         chosen = tuple(places[r * pp + index] for r in range(dp))
-        return Cells(chosen, (pool.name, tp, dp, pp, index))
+        return Cells(chosen, (pool.name, tp, dp, pp, index), index // per_node)
     first = index * dp
-    per_node = max(1, (pool.nodes[0][1] - pool.nodes[0][0]) // tp)
-    return Cells(places[first : first + dp], (pool.name, tp, dp, first % per_node))
+    pattern = (pool.name, tp, dp, first % per_node)
+    return Cells(places[first : first + dp], pattern, first // per_node)
 
 
 class Wires:
@@ -63,15 +70,11 @@ class Wires:
         Args:
             src, dst: cells of both stages. nbytes: [B] of the whole tensor of one replica.
         """
-        key = (src.pattern, dst.pattern, self._near(src, dst), nbytes)
+        key = (src.pattern, dst.pattern, _apart(src, dst), nbytes)
         found = self._pairs.get(key)
         if found is None:
             found = self._pairs[key] = self._transfer(src.chips, dst.chips, nbytes)
         return found
-
-    def _near(self, src: Cells, dst: Cells) -> bool:
-        """Whether the two stages share a node, for stages whose patterns do not say."""
-        return src.pattern[0] == dst.pattern[0] and src.chips[-1][-1] + 1 == dst.chips[0][0]
 
     def _transfer(self, src: Sequence[Chips], dst: Sequence[Chips], nbytes: float) -> Both:
         slowest, latency, most = 0.0, 0.0, 0.0
@@ -130,7 +133,7 @@ class Wires:
         Args:
             first, last: cells of both stages. nbytes: [B] of the whole parameter's gradient.
         """
-        key = ("tied", first.pattern, last.pattern, nbytes)
+        key = ("tied", first.pattern, last.pattern, _apart(first, last), nbytes)
         found = self._sums.get(key)
         if found is None:
             groups = []
@@ -145,3 +148,10 @@ class Wires:
             ]
             found = self._sums[key] = (both[0], both[1])
         return found
+
+
+def _apart(src: Cells, dst: Cells) -> int:
+    """Nodes between two stages, as far as that can matter: -2 to 2, 3 between pools."""
+    if src.pattern[0] != dst.pattern[0]:
+        return 3
+    return max(-2, min(2, dst.node - src.node))

@@ -1,0 +1,313 @@
+"""Closed form over all structures, exact recurrence over the best; what is left is for the engine.
+
+Small spaces are evaluated whole: every knob, every split of the layers, by the recurrence. Larger
+ones are screened as H2 does: structures are compared under one set of knobs with the fastest
+bottleneck split; the best are then tried under every legal set of knobs and their splits refined by
+single layers, each time by the exact recurrence.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.search.costs import Costs
+from strategies.search.options import Choices, knobs_for, screening_knobs
+from strategies.search.pools import Pool
+from strategies.search.screen import (
+    CHUNK,
+    by_stages,
+    count_splits,
+    every_split,
+    exact_times,
+    fits,
+    place_layers,
+    rough_times,
+)
+from strategies.search.shortlist import Incumbent, Shortlist
+from strategies.search.slab import Knobs, Slab, plan_key
+from strategies.search.space import blocks_of
+from strategies.search.split import moves
+from strategies.search.structures import Block, count_structures, enumerate_block
+
+__all__ = ["Effort", "Evaluator", "Progress"]
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str, int, int], None]
+"""(what, done, of how many), called now and then."""
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is looked at.
+
+    Args:
+        exhaustive: spaces with at most this many plans (structures x knobs x splits) are evaluated
+            whole. shortlist: structures kept for the exact recurrence.
+        tuned: structures tried under all knobs.
+        refined: plans whose layers are moved one by one. rounds: of such moves.
+        coarse: blocks looked at first, with all chips of each pool, to find an incumbent.
+    """
+
+    exhaustive: int = 60_000
+    shortlist: int = 1_024
+    tuned: int = 96
+    refined: int = 12
+    rounds: int = 6
+    coarse: int = 16
+
+
+class Evaluator:
+    """One search over unlike pipelines.
+
+    Attributes:
+        space: structures times knobs (times splits where they are enumerated). evaluated: plans
+            whose time was estimated or computed. exact: those by the recurrence.
+        pruned: rule -> structures (plans, where enumerated) cut. bound: [s] least block bound.
+        ranked: the best plans by exact time. whole: True when the space was evaluated whole.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        choices: Choices,
+        effort: Effort,
+        keep: int,
+        *,
+        deadline: float = math.inf,
+        progress: Progress | None = None,
+    ) -> None:
+        self.costs, self.choices, self.effort = costs, choices, effort
+        self.deadline, self.progress = deadline, progress
+        self.pruned: Counter[str] = Counter()
+        self.space = self.evaluated = self.exact = 0
+        self.bound = math.inf
+        self.whole = False
+        self.stopped = False
+        self.ranked = Shortlist(max(4 * keep, 64))
+        self.incumbent = Incumbent(keep)
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _late(self) -> bool:
+        if time.monotonic() > self.deadline:
+            self.stopped = True
+        return self.stopped
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
+
+    def price(self, slab: Slab) -> Floats:
+        """What a second of each candidate costs, or 1 where time is the objective, shape (n,)."""
+        if self.costs.problem.job.objective != "cost":
+            return np.ones(len(slab))
+        kinds = self.costs.problem.machine.accelerators
+        per_chip = np.array([kinds[p.accelerator].price_per_s for p in slab.pools])
+        return np.asarray(slab.dp * (slab.tp * slab.pp * per_chip).sum(axis=1))
+
+    def _limit(self, block: Block, value: float) -> float:
+        """The incumbent as a time: with costs, what the cheapest structure may take."""
+        if self.costs.problem.job.objective != "cost":
+            return value
+        kinds = self.costs.problem.machine.accelerators
+        least = sum(
+            min(o.tp * o.pp for o in group) * kinds[pool.accelerator].price_per_s
+            for pool, group in zip(block.pools, block.options, strict=True)
+        )
+        return value / (least * block.dp) if least > 0 else math.inf
+
+    def knobs(self, slab: Slab) -> list[Knobs]:
+        """Legal knobs of a slab of one number of stages."""
+        return knobs_for(
+            self.costs.problem,
+            self.choices,
+            num_stages=slab.num_stages,
+            num_microbatches=slab.num_microbatches,
+            dp=slab.dp,
+            tps=frozenset(np.unique(slab.tp).tolist()),
+        )
+
+    def _judge(self, slabs: list[Slab]) -> None:
+        """Exact times of candidates with layers, into ``ranked``."""
+        slabs = [s for s in slabs if len(s)]
+        prices = [self.price(s) for s in slabs]
+        # With costs the bound that saves work would need a price; then all are computed.
+        cut = self.incumbent.value if all((p == 1).all() for p in prices) else math.inf
+        for slab, price, found in zip(
+            slabs, prices, exact_times(self.costs, slabs, cut), strict=True
+        ):
+            self.exact += len(slab)
+            self.incumbent.add(found * price)
+            self.ranked.add(slab, found * price)
+
+    # -- the search -----------------------------------------------------------------------------
+
+    def run(self, pools: tuple[Pool, ...]) -> None:
+        """Search; results are in the attributes. Ctrl-C and the deadline keep what is found."""
+        try:
+            self._run(pools)
+        except KeyboardInterrupt:
+            self.stopped = True
+
+    def _run(self, pools: tuple[Pool, ...]) -> None:
+        blocks = blocks_of(self.costs, pools, self.choices, knobs=self._possible_knobs())
+        self.bound = min((b.bound for b in blocks), default=math.inf)
+        total = self.costs.passes.num_layers
+        sizes = [self._size(b) for b in blocks]
+        self.whole = sum(s for s, _ in sizes) <= self.effort.exhaustive
+        self.space = int(sum(s if self.whole else n for s, n in sizes))
+        if self.whole:
+            for i, block in enumerate(blocks):
+                self._tell("plans", i, len(blocks))
+                self._whole_block(block)
+                if self._late():
+                    return
+            return
+        screened = Shortlist(self.effort.shortlist)
+        plain = blocks_of(self.costs, pools, self.choices, rich=False, knobs=(self._plain_knobs(),))
+        best = Incumbent(self.incumbent.size)
+        for block in plain[: self.effort.coarse]:
+            self._screen(block, total, screened, best)
+        blocks = blocks_of(self.costs, pools, self.choices, knobs=(self._plain_knobs(),))
+        screened = Shortlist(self.effort.shortlist)
+        for i, block in enumerate(blocks):
+            self._tell("structures", i, len(blocks))
+            if self._late():
+                break
+            self._screen(block, total, screened, best)
+        self._tune(screened)
+        self._refine()
+
+    def _possible_knobs(self) -> list[Knobs]:
+        """Knobs of every schedule that may occur, for what filling is sure to cost."""
+        return knobs_for(
+            self.costs.problem, self.choices, num_stages=2, num_microbatches=2, dp=1,
+            tps=frozenset({1}),
+        ) or [Knobs()]  # fmt: skip
+
+    def _plain_knobs(self) -> Knobs:
+        return screening_knobs(self._possible_knobs())
+
+    def _size(self, block: Block) -> tuple[float, float]:
+        """(plans with all splits, structures times knobs) of a block."""
+        total = self.costs.passes.num_layers
+        plans = structures = 0.0
+        most = min(total, sum(max(o.pp for o in g) for g in block.options))
+        for p in range(len(block.pools), most + 1):
+            if self.choices.pp not in (None, p):
+                continue
+            count = count_structures(block, total, p)
+            options = knobs_for(
+                self.costs.problem,
+                self.choices,
+                num_stages=p,
+                num_microbatches=block.num_microbatches,
+                dp=block.dp,
+                tps=frozenset({o.tp for g in block.options for o in g}),
+            )
+            structures += count * len(options)
+            plans += sum(count * float(count_splits(total, p * k.chunks)) for k in options)
+        return plans, structures
+
+    def _whole_block(self, block: Block) -> None:
+        total = self.costs.passes.num_layers
+        limit = self._limit(block, self.incumbent.value)
+        found = enumerate_block(block, total, limit, self.pruned, self.choices.pp)
+        for slab in by_stages(found) if found is not None else ():
+            for knobs in self.knobs(slab):
+                legal = self._sequence_rows(slab, knobs)
+                step = max(1, CHUNK // max(1, count_splits(total, slab.num_stages * knobs.chunks)))
+                for first in range(0, len(legal), step):
+                    part = legal.take(slice(first, first + step)).with_knobs(knobs)
+                    plans = every_split(self.costs, part, self.pruned)
+                    self.evaluated += len(plans)
+                    self._judge([plans])
+
+    def _sequence_rows(self, slab: Slab, knobs: Knobs) -> Slab:
+        """Rows for which sequence parallelism means something."""
+        return slab.take(slab.tp.max(axis=1) > 1) if knobs.sequence_parallel else slab
+
+    def _screen(self, block: Block, total: int, screened: Shortlist, best: Incumbent) -> None:
+        """Estimate the structures of a block, and run its most promising ones exactly."""
+        limit = self._limit(block, best.value)
+        if block.bound > limit:
+            self.pruned["bound"] += count_structures(block, total, self.choices.pp)
+            return
+        found = enumerate_block(block, total, limit, self.pruned, self.choices.pp)
+        promising = Shortlist(best.size)
+        for slab in by_stages(found) if found is not None else ():
+            options = self.knobs(slab)
+            if not options:
+                continue
+            for first in range(0, len(slab), CHUNK):
+                part = slab.take(slice(first, first + CHUNK)).with_knobs(screening_knobs(options))
+                placed = place_layers(self.costs, part, self.pruned)
+                self.evaluated += len(placed)
+                if len(placed):
+                    scores = rough_times(self.costs, placed) * self.price(placed)
+                    screened.add(placed, scores)
+                    promising.add(placed, scores)
+        slabs = [s for score, s in promising.best(best.size) if score < 1.1 * best.value]
+        for slab, exact in zip(slabs, exact_times(self.costs, slabs), strict=True):
+            best.add(exact * self.price(slab))
+
+    def _tune(self, screened: Shortlist) -> None:
+        """Exact times of the shortlist; the best again under every legal set of knobs."""
+        batches = screened.batches(256)
+        for i, batch in enumerate(batches):
+            self._tell("exact", i, len(batches))
+            # The estimate is within a few percent; far behind the incumbent nothing can win.
+            if self._late() or min(s.min() for _, s in batch) > 1.25 * self.incumbent.value:
+                break
+            self._judge([slab for slab, _ in batch])
+        chosen = [slab for _, slab in self.ranked.best(self.effort.tuned)]
+        seen: set[bytes] = set()
+        for i, slab in enumerate(chosen):
+            self._tell("knobs", i, len(chosen))
+            if self._late():
+                return
+            variants = []
+            for knobs in self.knobs(slab):
+                if knobs != slab.knobs:
+                    bare = slab.with_layers(slab.layers[:, :0]).with_knobs(knobs)
+                    placed = place_layers(self.costs, bare, Counter())
+                    if len(placed) and plan_key(placed) not in seen:
+                        seen.add(plan_key(placed))
+                        variants.append(placed)
+            self.evaluated += len(variants)
+            self._judge(variants)
+
+    def _refine(self) -> None:
+        """Move single layers between stages of the best plans while that helps."""
+        done: set[bytes] = set()
+        for turn in range(self.effort.rounds):
+            self._tell("layers", turn, self.effort.rounds)
+            tried = []
+            for _, slab in self.ranked.best(self.effort.refined):
+                if plan_key(slab) in done:
+                    continue
+                done.add(plan_key(slab))
+                tried.append(self._neighbours(slab))
+            tried = [t for t in tried if len(t)]
+            if not tried or self._late():
+                return
+            self.evaluated += sum(map(len, tried))
+            self._judge(tried)
+
+    def _neighbours(self, slab: Slab) -> Slab:
+        """The plan with one layer moved, as far as memory allows and the estimate is close."""
+        found = moves(slab.layers[0], self.costs.most_layers(slab)[0])
+        wide = slab.repeat(len(found)).with_layers(found)
+        if not len(wide):
+            return wide
+        wide = wide.take(fits(self.costs, wide))
+        if len(wide) > 64:
+            rough = rough_times(self.costs, wide)
+            wide = wide.take(np.argpartition(rough, 63)[:64])
+        return wide
