@@ -22,9 +22,22 @@ from sim.model.amounts import output_elements
 from sim.model.graph import Block, Model
 from sim.problem import Problem
 
-__all__ = ["BlockClasses", "CellSpec", "CellTimes", "alike", "cell_times", "side_by_side"]
+__all__ = [
+    "INNER_GROUPS",
+    "BlockClasses",
+    "CellSpec",
+    "CellTimes",
+    "alike",
+    "cell_times",
+    "side_by_side",
+]
 
 Floats = NDArray[np.float64]
+Inner = tuple[float, float, float]
+"""Seconds by ``INNER_GROUPS``."""
+
+INNER_GROUPS = ("tp", "ep", "cp")
+"""Roles of the groups whose collectives a pass may hold."""
 
 
 class CellSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +67,8 @@ class CellTimes(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         forward, input_grad, weight_grad, recompute: [s].
         flops: [FLOP] of one rank, shape (4, L), in the same order.
+        comm: [s] of the passes that boxed collectives take, by ``INNER_GROUPS``, shape (3, 4, L);
+            0 for measured blocks, whose collectives were not measured apart.
     """
 
     forward: Floats
@@ -61,6 +76,7 @@ class CellTimes(msgspec.Struct, frozen=True, kw_only=True):
     weight_grad: Floats
     recompute: Floats
     flops: Floats
+    comm: Floats
 
 
 class BlockClasses:
@@ -102,30 +118,38 @@ def cell_times(problem: Problem, classes: BlockClasses, spec: CellSpec) -> CellT
     rows = []
     for block, output in zip(classes.blocks, classes.output, strict=True):
         own = block_time(block, accelerator, spec.shape, problem.job.dtype, classes.measured)
-        forward, backward = (0.0, 0.0) if own.measured else _boxed(problem, block, output, spec)
-        again = 0.0 if spec.shape.recompute != "full" or not own.recompute else forward
+        forward, backward = (_NONE, _NONE) if own.measured else _boxed(problem, block, output, spec)
+        again = forward if spec.shape.recompute == "full" and own.recompute else _NONE
         rows.append(_row(own, forward, backward, again))
-    table = np.array(rows, np.float64).reshape(-1, 8)[classes.member].T
+    table = np.array(rows, np.float64).reshape(-1, 8 + 4 * len(INNER_GROUPS))[classes.member].T
     return CellTimes(
         forward=table[0],
         input_grad=table[1],
         weight_grad=table[2],
         recompute=table[3],
-        flops=table[4:],
+        flops=table[4:8],
+        comm=table[8:].reshape(4, len(INNER_GROUPS), -1).swapaxes(0, 1),
     )
 
 
-def _row(own: BlockTime, forward: float, backward: float, again: float) -> tuple[float, ...]:
+_NONE: Inner = (0.0, 0.0, 0.0)
+
+
+def _row(own: BlockTime, forward: Inner, backward: Inner, again: Inner) -> tuple[float, ...]:
     return (
-        own.forward + forward,
-        own.input_grad + backward,
+        own.forward + sum(forward),
+        own.input_grad + sum(backward),
         own.weight_grad,
-        own.recompute + again,
+        own.recompute + sum(again),
         *own.flops,
+        *forward,
+        *backward,
+        *_NONE,
+        *again,
     )
 
 
-def _boxed(problem: Problem, block: Block, output: int, spec: CellSpec) -> tuple[float, float]:
+def _boxed(problem: Problem, block: Block, output: int, spec: CellSpec) -> tuple[Inner, Inner]:
     """Collectives inside a block's forward and backward pass [s].
 
     The backward of a column split sums the input's gradient, of a row split nothing: so a layer's
@@ -135,20 +159,18 @@ def _boxed(problem: Problem, block: Block, output: int, spec: CellSpec) -> tuple
     """
     machine, shape = problem.machine, spec.shape
     token_bytes = shape.tokens * problem.job.activation_bytes
-    forward = backward = 0.0
+    tp = ep = cp = (0.0, 0.0)
     if len(spec.tp_chips) > 1 and not spec.inline_tp:
         one = _tp_sum(machine, spec, token_bytes * output)
-        forward += block.tp_collectives * one
+        backward = 0.0 if block.kind == "embedding" else block.tp_collectives * one
         if block.kind == "head":
-            backward += _tp_sum(machine, spec, token_bytes * block.input_elements)
-        elif block.kind != "embedding":
-            backward += block.tp_collectives * one
+            backward = _tp_sum(machine, spec, token_bytes * block.input_elements)
+        tp = (block.tp_collectives * one, backward)
     if len(spec.ep_chips) > 1 and block.num_experts and not spec.inline_ep:
         held = token_bytes * block.top_k * block.input_elements
         held /= shape.tp if shape.sequence_parallel else 1
         cost = collective_cost(machine, "all_to_all", spec.ep_chips, held, share=spec.ep_share)
-        forward += 2 * cost.seconds
-        backward += 2 * cost.seconds
+        ep = (2 * cost.seconds, 2 * cost.seconds)
     if len(spec.cp_chips) > 1 and block.attention is not None:
         a = block.attention
         width = a.kv_heads * (a.head_dim + a.v_head_dim) / shape.tp
@@ -157,9 +179,8 @@ def _boxed(problem: Problem, block: Block, output: int, spec: CellSpec) -> tuple
             collective_cost(machine, kind, spec.cp_chips, whole).seconds
             for kind in ("all_gather", "reduce_scatter")
         )
-        forward += gather
-        backward += gather + scatter
-    return forward, backward
+        cp = (gather, gather + scatter)
+    return (tp[0], ep[0], cp[0]), (tp[1], ep[1], cp[1])
 
 
 def _tp_sum(machine: Machine, spec: CellSpec, nbytes: float) -> float:

@@ -34,6 +34,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
         carried: node -> (link index, bytes [B]) that all members of the node put on links apart
             from what its flows put there: with ``link_bytes`` of the network it adds up to every
             byte. A folded node's members use links that its representative does not.
+        inner_comm_s: role of a group -> [s] per node, that a compute op spends in collectives of
+            such groups inside it.
+        assumptions: what the prices rest on, in words.
     """
 
     seconds: NDArray[np.float64]
@@ -44,3 +47,5 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     flops: NDArray[np.float64] | None = None
     wires: dict[int, tuple[int, ...]] = {}
     carried: dict[int, tuple[tuple[int, float], ...]] = {}
+    inner_comm_s: dict[str, NDArray[np.float64]] = {}
+    assumptions: tuple[str, ...] = ()

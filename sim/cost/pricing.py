@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from sim.cost.assume import cost_assumptions
+from sim.cost.cell import INNER_GROUPS
 from sim.cost.collective import collective_cost, places
 from sim.cost.prices import Prices
 from sim.cost.stated import Late, late_units
 from sim.cost.streams import Message, Streams, group_message, pair_message
 from sim.cost.traffic import collective_of, transfer_bytes
-from sim.cost.work import Work
+from sim.cost.work import Effort, Work
 from sim.hardware.machine import Machine
 from sim.plan.graph import OpGraph, Wire
 from sim.plan.op import Op
@@ -71,7 +73,8 @@ class _Pricer:
         self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips, watched)
         n = graph.num_nodes
         self.seconds, self.nbytes, self.flops = np.zeros(n), np.zeros(n), np.zeros(n)
-        self.local: dict[Hashable, tuple[float, float]] = {}
+        self.inner = np.zeros((len(INNER_GROUPS), n))
+        self.local: dict[Hashable, Effort] = {}
         self.sent: dict[Hashable, int] = {}
 
     def run(self) -> Prices:
@@ -82,15 +85,17 @@ class _Pricer:
             key = (op.kind, op.stage, op.label, op.part >= 0, op.recompute, op.group, op.amount)
             amount = late(node) if late is not None and op.ref is not None else None
             if wires[node] < 0:
-                seconds, flops = self._local(key, op, actors[node])
+                effort = self._local(key, op, actors[node])
                 units = 1.0 if amount is None else late_units(graph, node, amount)
-                self.seconds[node], self.flops[node] = seconds * units, flops * units
+                self.seconds[node], self.flops[node] = effort.seconds * units, effort.flops * units
+                if effort.comm:
+                    self.inner[:, node] = np.multiply(effort.comm, units)
             else:
                 number = self._send(key, op, node, wires[node], amount)
                 of_message.setdefault(number, []).append(node)
         return self._finish(of_message)
 
-    def _local(self, key: Hashable, op: Op, actor: int) -> tuple[float, float]:
+    def _local(self, key: Hashable, op: Op, actor: int) -> Effort:
         found = self.local.get((key, actor))
         if found is None:
             rank = self.graph.actors[actor].rank
@@ -157,6 +162,10 @@ class _Pricer:
             flops=self.flops,
             wires=crossed,
             carried=carried,
+            inner_comm_s={
+                role: row for role, row in zip(INNER_GROUPS, self.inner, strict=True) if row.any()
+            },
+            assumptions=cost_assumptions(self.work.plan, self.work.problem),
         )
 
 

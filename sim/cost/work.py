@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
+
 from sim.cost.cell import BlockClasses, CellSpec, CellTimes, alike, cell_times, side_by_side
 from sim.cost.collective import places
 from sim.cost.compute import Shape, optimizer_time
@@ -16,11 +19,24 @@ from sim.plan.plan import Amount, Plan
 from sim.plan.wiring import Wiring
 from sim.problem import Problem
 
-__all__ = ["PASSES", "Work"]
+__all__ = ["PASSES", "Effort", "Work"]
 
 PASSES = ("F", "B", "I", "W", "R")
 _HOST_COPIES = ("D2H", "H2D")
 _LOCAL = ("LOOKUP", "ENCODE", "DECODE")
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """What a compute or host op takes on its rank.
+
+    Args:
+        seconds: [s]. flops: [FLOP].
+        comm: [s] of them spent in boxed collectives, by ``INNER_GROUPS``; () for none.
+    """
+
+    seconds: float
+    flops: float = 0.0
+    comm: tuple[float, ...] = ()
 
 
 class Work:
@@ -107,8 +123,8 @@ class Work:
 
     # -- compute --------------------------------------------------------------------------------
 
-    def compute(self, op: Op, rank: int) -> tuple[float, float]:
-        """Return (seconds, FLOP) of a compute or host op on its rank.
+    def compute(self, op: Op, rank: int) -> Effort:
+        """Return what a compute or host op takes on its rank.
 
         Raises:
             InputError: the machine has no price for the op; it must be stated.
@@ -116,19 +132,19 @@ class Work:
         if op.kind in PASSES:
             return self._pass(op, rank)
         if op.kind == "OPT":
-            return self._optimizer(op, rank), 0.0
+            return Effort(self._optimizer(op, rank))
         if op.kind == "RESHARD":
-            return 0.0, 0.0
+            return Effort(0.0)
         amount = self.amount(op)
         if op.kind in _HOST_COPIES:
             machine = self.problem.machine
             rate = machine.nodes[places(machine).node[self.chip(rank)]].pcie_rate
             if amount is not None and rate > 0:
-                return amount.nbytes / rate, 0.0
+                return Effort(amount.nbytes / rate)
         elif op.kind in _LOCAL and amount is not None:
             chip = self.accelerator(rank)
             rate = chip.memory_bytes_per_s * chip.memory_efficiency
-            return amount.nbytes / rate + chip.kernel_overhead_s, 0.0
+            return Effort(amount.nbytes / rate + chip.kernel_overhead_s)
         raise InputError(
             f"no time for {op.name} of rank {rank} on a machine",
             key="plan.amounts",
@@ -142,18 +158,20 @@ class Work:
         default = f"{stage}{op.kind}" + (f"[{op.label}]" if op.label else "")
         return self.plan.amounts.get(op.amount or default)
 
-    def _pass(self, op: Op, rank: int) -> tuple[float, float]:
+    def _pass(self, op: Op, rank: int) -> Effort:
         times = self._times(op, rank)
         kinds = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,), "R": (3,)}[op.kind]
         if op.recompute == "inner" and op.kind in ("B", "I"):
             kinds = (3, *kinds)
-        arrays = (times.forward, times.input_grad, times.weight_grad, times.recompute)
+        passes = (times.forward, times.input_grad, times.weight_grad, times.recompute)
         seconds = flops = 0.0
+        comm = np.zeros(len(times.comm))
         for first, last in self.ranges(op, rank):
             for k in kinds:
-                seconds += float(arrays[k][first:last].sum())
+                seconds += float(passes[k][first:last].sum())
                 flops += float(times.flops[k, first:last].sum())
-        return seconds, flops
+                comm += times.comm[:, k, first:last].sum(-1)
+        return Effort(seconds, flops, tuple(comm.tolist()) if comm.any() else ())
 
     def _times(self, op: Op, rank: int) -> CellTimes:
         cell = self.cell(rank, op)
