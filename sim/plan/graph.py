@@ -75,6 +75,7 @@ class OpGraph:
 
     Attributes:
         ops: static op of each node. actor: actor of each node (the sender of a transfer).
+        static: position of each node's op in the flat list of its actor's program.
         step: step number. piece: piece index. wire: index into wires, -1 for local ops.
         stream: stream number; stream_names: (actor or -1, name) of each stream.
         dep_src, dep_dst: dependency edges. order_src, order_dst: stream order edges.
@@ -86,6 +87,7 @@ class OpGraph:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.actor: Ints = np.zeros(0, np.int64)
+        self.static: Ints = self.actor
         self.step: Ints = self.actor
         self.piece: Ints = self.actor
         self.wire: Ints = self.actor
@@ -212,7 +214,7 @@ class _Builder:
         self.ops += [flat.ops[s] for s in template.static]
         n = len(template.static)
         self.columns.append(
-            np.array([[index] * n, template.step, template.piece], np.int64).reshape(3, n)
+            np.array([[index] * n, template.step, template.piece, template.static], np.int64)
         )
         self.deps.append(np.array(template.deps, np.int64).reshape(-1, 2) + base)
         self.order.append(np.array(template.order, np.int64).reshape(-1, 2) + base)
@@ -313,7 +315,7 @@ class _Builder:
     def _join(self) -> None:
         n = len(self.ops)
         columns = (
-            np.concatenate(self.columns, axis=1) if self.columns else np.zeros((3, 0), np.int64)
+            np.concatenate(self.columns, axis=1) if self.columns else np.zeros((4, 0), np.int64)
         )
         alias = np.arange(n)
         wire = np.full(n, -1, np.int64)
@@ -386,7 +388,7 @@ class _Builder:
         number[keep] = np.arange(len(keep))
         to = number[alias]
         graph.ops = [self.ops[k] for k in keep]
-        graph.actor, graph.step, graph.piece = columns[:, keep]
+        graph.actor, graph.step, graph.piece, graph.static = columns[:, keep]
         graph.wire = wire[keep]
         graph.priority = {int(to[k]): v for k, v in graph.priority.items()}
         graph.dep_src, graph.dep_dst = _edges(deps, to, len(keep))

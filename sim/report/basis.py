@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,9 +22,11 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tokens_per_step: tokens of all replicas. num_chips: chips that hold a rank.
-        model_flops_per_step: [FLOP] forward and backward of the placed blocks, no recomputation.
+        model_flops_per_step: [FLOP] forward and backward of the placed blocks, no recomputation, or
+            None when the plan does not say which blocks it places.
         hardware_flops_per_step: [FLOP] the same plus recomputation.
-        peak_flops_per_s: [FLOP/s] sum of the chips' dense peaks for ``dtype``.
+        peak_flops_per_s: [FLOP/s] sum of the chips' dense peaks for ``dtype``, or None without a
+            machine.
         dtype: compute dtype of the peak.
         price_per_s: [USD/s] all chips together, or None when a chip has no price.
         egress_per_step: [USD] price of the bytes sent over priced links.
@@ -31,9 +34,9 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_per_step: float
     num_chips: int
-    model_flops_per_step: float
-    hardware_flops_per_step: float
-    peak_flops_per_s: float
+    model_flops_per_step: float | None
+    hardware_flops_per_step: float | None
+    peak_flops_per_s: float | None
     dtype: str
     price_per_s: float | None = None
     egress_per_step: float = 0.0
@@ -56,7 +59,14 @@ def _flops_per_token(block: Block, sequence_length: int) -> float:
     return forward_flops(block, 1.0, sequence_length)
 
 
-def basis_of(plan: Plan, machine: Machine, model: Model, *, egress_per_step: float = 0.0) -> Basis:
+def basis_of(
+    plan: Plan,
+    machine: Machine | None = None,
+    model: Model | None = None,
+    *,
+    egress_per_step: float = 0.0,
+    tokens_per_step: float | None = None,
+) -> Basis:
     """Work out the basis from the blocks and chips of the plan, never from the model's name.
 
     Model FLOPs are those of sim.model.amounts; the backward counts twice the forward. Recomputation
@@ -64,14 +74,44 @@ def basis_of(plan: Plan, machine: Machine, model: Model, *, egress_per_step: flo
     recompute; embedding and head are never recomputed.
 
     Args:
-        plan: with placement and mathematics. machine, model: what it was made for.
+        plan: with placement and mathematics. machine, model: what it was made for, where known.
         egress_per_step: [USD] of priced links, per step.
+        tokens_per_step: where the plan's microbatches do not say it (one update of a plan whose
+            ranks serve messages); all of them then pass through every block.
 
     Raises:
         InputError: a chip cannot compute in the plan's dtype, or the plan names blocks that the
             model does not have.
     """
     placement, maths = plan.placement, plan.mathematics
+    tokens = [n * maths.microbatch * maths.sequence_length for n in placement.microbatches]
+    total = float(sum(tokens)) if tokens_per_step is None else tokens_per_step
+    flops = None if model is None else _flops_of(plan, model, tokens, total)
+    chips = [] if machine is None else _chips(plan, machine)
+    priced = [c.price_per_s for c in chips]
+    return Basis(
+        tokens_per_step=total,
+        num_chips=placement.num_ranks if machine is None else len(chips),
+        model_flops_per_step=flops[0] if flops else None,
+        hardware_flops_per_step=flops[1] if flops else None,
+        peak_flops_per_s=sum(peak_of(c, maths.dtype) for c in chips) if chips else None,
+        dtype=maths.dtype,
+        price_per_s=sum(priced) if chips and all(priced) else None,
+        egress_per_step=egress_per_step,
+    )
+
+
+def _flops_of(
+    plan: Plan, model: Model, tokens: Sequence[float], total: float
+) -> tuple[float, float] | None:
+    """(model, hardware) FLOPs of a step, None when the plan places no blocks.
+
+    Args:
+        plan, model: see there. tokens: of each replica. total: of all of them.
+    """
+    placement, maths = plan.placement, plan.mathematics
+    if all(s.blocks == (0, 0) for s in placement.segments):
+        return None
     forward, full, core = (defaultdict[int, float](float) for _ in range(3))
     for segment in placement.segments:
         first, last = segment.blocks
@@ -86,22 +126,14 @@ def basis_of(plan: Plan, machine: Machine, model: Model, *, egress_per_step: flo
             if 0 <= block.layer < max(model.num_layers, 1):
                 full[segment.cell] += flops
                 core[segment.cell] += attention_flops(block, 1.0, maths.sequence_length)
-    tokens = [n * maths.microbatch * maths.sequence_length for n in placement.microbatches]
-    model_flops = 3.0 * sum(forward.values()) * sum(tokens)
+    model_flops = 3.0 * sum(forward.values()) * total
     again = 0.0
     for cell in placement.cells:
         if cell.recompute != "none":
             share = full if cell.recompute == "full" else core
-            again += share[cell.stage] * tokens[cell.replica]
-    chips = _chips(plan, machine)
-    priced = [c.price_per_s for c in chips]
-    return Basis(
-        tokens_per_step=float(sum(tokens)), num_chips=len(chips),
-        model_flops_per_step=model_flops, hardware_flops_per_step=model_flops + again,
-        peak_flops_per_s=sum(peak_of(c, maths.dtype) for c in chips), dtype=maths.dtype,
-        price_per_s=sum(priced) if chips and all(priced) else None,
-        egress_per_step=egress_per_step,
-    )  # fmt: skip
+            of_replica = tokens[cell.replica] if tokens else total / placement.num_replicas
+            again += share[cell.stage] * of_replica
+    return model_flops, model_flops + again
 
 
 def _chips(plan: Plan, machine: Machine) -> list[Accelerator]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -96,13 +96,14 @@ class PlanDocument(Header, frozen=True, kw_only=True):
     """Answer of ``hetlab plan``.
 
     Args:
-        num_chips: that hold a rank. dtype, peak_flops_per_s: [FLOP/s] what MFU is relative to.
+        num_chips: that hold a rank. dtype, peak_flops_per_s: [FLOP/s] what MFU is relative to, None
+            where the chips are not known.
         metrics: predicted. stages: the placement. search: None when nothing was searched.
     """
 
     num_chips: int
     dtype: str
-    peak_flops_per_s: float
+    peak_flops_per_s: float | None
     metrics: Metrics
     stages: tuple[StageRow, ...]
     search: SearchFacts | None = None
@@ -179,7 +180,13 @@ def _cell_row(cell: Cell, microbatches: int, memory: Ledger | None) -> CellRow:
 
 
 def _common(
-    schema: str, plan: Plan, basis: Basis, metrics: Metrics, stages: tuple[StageRow, ...], seed: int
+    schema: str,
+    plan: Plan,
+    basis: Basis,
+    metrics: Metrics,
+    stages: tuple[StageRow, ...],
+    seed: int,
+    assumptions: Sequence[str],
 ) -> dict[str, Any]:
     try:
         installed = version("hetlab")
@@ -188,7 +195,8 @@ def _common(
     return {
         "schema": schema, "version": installed, "plan": plan.name, "plan_hash": plan.hash,
         "spec_hash": plan.problem_hash, "seed": seed, "exact": plan.exact, "reason": plan.reason,
-        "assumptions": plan.assumptions, "num_chips": basis.num_chips, "dtype": basis.dtype,
+        "assumptions": tuple(dict.fromkeys((*plan.assumptions, *assumptions))),
+        "num_chips": basis.num_chips, "dtype": basis.dtype,
         "peak_flops_per_s": basis.peak_flops_per_s, "metrics": metrics, "stages": stages,
     }  # fmt: skip
 
@@ -202,15 +210,17 @@ def plan_document(
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     search: SearchFacts | None = None,
     seed: int = 0,
+    assumptions: Sequence[str] = (),
 ) -> PlanDocument:
     """Answer of ``hetlab plan``.
 
     Args:
         plan: found. basis, metrics: of its simulation. model: for layers.
         memory: (stage, replica) -> ledger. search: what was searched. seed: used.
+        assumptions: besides the plan's.
     """
     stages = stages_of(plan, model, memory)
-    common = _common("hetlab.plan/1", plan, basis, metrics, stages, seed)
+    common = _common("hetlab.plan/1", plan, basis, metrics, stages, seed, assumptions)
     return PlanDocument(**common, search=search)
 
 
@@ -223,18 +233,19 @@ def simulate_document(
     model: Model | None = None,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     seed: int = 0,
+    assumptions: Sequence[str] = (),
 ) -> SimulateDocument:
     """Answer of ``hetlab simulate``.
 
     Args:
         run: the simulation. basis, metrics, links: of it. model: for layers.
-        memory: (stage, replica) -> ledger. seed: used.
+        memory: (stage, replica) -> ledger. seed: used. assumptions: besides the plan's.
     """
     plan, graph = run.layout.plan, run.layout.graph
     stages = stages_of(plan, model, memory)
     ranks = sum(len(actor.ranks) for actor in graph.actors)
     return SimulateDocument(
-        **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed),
+        **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed, assumptions),
         steps=run.layout.steps, events=run.outcome.events, cpu_s=run.cpu_s,
         folded=len(graph.actors) < ranks, num_ranks=ranks, num_classes=len(graph.actors),
         per_link=links,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from sim.engine.simulate import Run
 from sim.plan.placement import Placement
-from sim.report.metrics import busy_of, pace_of
+from sim.report.busy import busy_of
+from sim.report.metrics import pace_of
 from sim.report.record import spans_of_run
 from sim.report.rows import CLASSES, Row, classes_of, rows_of, time_unit
 from sim.report.spans import Spans

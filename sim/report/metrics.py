@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,17 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import SimulationError
-from sim.plan.kinds import KINDS
 from sim.report.basis import Basis
+from sim.report.busy import busy_of, sum_by
 from sim.report.spans import Spans
 
-__all__ = [
-    "Busy", "Metrics", "Pace",
-    "busy_of", "is_communication", "metrics_of", "pace_of", "rates_of",
-]  # fmt: skip
+__all__ = ["Metrics", "Pace", "metrics_of", "pace_of", "rates_of", "tokens_per_update"]
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,36 +34,22 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: int
 
 
-class Busy(msgspec.Struct, frozen=True, kw_only=True):
-    """What each class of ranks did with its compute stream over the whole run; arrays, shape (R,).
-
-    Args:
-        rank: representative. weight: members. compute_s: [s] the compute stream was busy.
-        exposed_s: [s] the compute stream was idle while a communication op of the rank ran.
-        communication_s: [s] any communication op of the rank ran.
-        makespan_s: [s] from the first start to the last end of the table.
-    """
-
-    rank: Ints
-    weight: Ints
-    compute_s: Floats
-    exposed_s: Floats
-    communication_s: Floats
-    makespan_s: float
-
-
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The headline numbers; each field's formula stands in ``metrics_of``."""
+    """The headline numbers; each field's formula stands in ``metrics_of``.
+
+    None stands for what cannot be known: rates without FLOPs or peaks, costs without prices.
+    """
 
     step_time_s: float
     step_p50_s: float
     step_p95_s: float
     tokens_per_s: float
     tgs: float
-    mfu: float
-    hfu: float
+    mfu: float | None
+    hfu: float | None
     bubble_fraction: float
     exposed_comm_s: float
+    exposed_by_group: dict[str, float]
     cost_per_mtoken: float | None
     updates_per_s: float
     imbalance: float
@@ -95,7 +78,7 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         raise SimulationError("a run without spans has no step time")
     step, end = spans.columns["step"], spans.columns["end_s"]
     begin = float(spans.columns["start_s"].min())
-    updates = spans.where("kind", lambda k: k == "APPLY") & (step < 0)
+    updates = _updates(spans)
     if updates.any():
         finish = np.sort(end[updates])
     else:
@@ -116,95 +99,89 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     return Pace(step_time_s=step_time, p50_s=float(p50), p95_s=float(p95), steps=n, warm_up=warm)
 
 
-def busy_of(spans: Spans) -> Busy:
-    """Sweep each rank's compute and communication intervals once.
+def tokens_per_update(spans: Spans, tokens: float, ranks: Mapping[int, int]) -> float:
+    """Tokens behind one update of a plan whose ranks serve messages.
 
-    A transfer counts for its sender and its receiver, a collective for every member; BARRIER is not
-    communication. Only classes of ranks with a compute stream are listed.
+    Forwards of the first stage, each microbatch once, over all APPLY.
+
+    Args:
+        spans: one run. tokens: of a microbatch. ranks: rank -> ranks of its cell, which run the
+            same microbatches.
     """
-    compute = spans.where("stream", lambda s: s == "compute")
-    comm = spans.where("kind", is_communication) & ~compute
-    both = comm & (spans.columns["peer"] >= 0)
-    rank, start, end = (spans.columns[k] for k in ("rank", "start_s", "end_s"))
-    who = np.concatenate([rank[compute], rank[comm], spans.columns["peer"][both]])
-    begin = np.concatenate([start[compute], start[comm], start[both]])
-    stop = np.concatenate([end[compute], end[comm], end[both]])
-    is_comm = np.arange(len(who)) >= compute.sum()
-    time, ranks = np.concatenate([begin, stop]), np.concatenate([who, who])
-    sign = np.repeat([1, -1], len(who))
-    flag = np.concatenate([is_comm, is_comm])
-    order = np.lexsort((time, ranks))
-    time, ranks, sign, flag = time[order], ranks[order], sign[order], flag[order]
-    in_compute = np.cumsum(np.where(flag, 0, sign)) > 0
-    in_comm = np.cumsum(np.where(flag, sign, 0)) > 0
-    listed = np.unique(rank[compute])
-    row = np.searchsorted(listed, ranks[:-1])
-    inside = (ranks[:-1] == ranks[1:]) & (row < len(listed))
-    inside[inside] = listed[row[inside]] == ranks[:-1][inside]
-    gap = np.diff(time) * inside
-    row = np.where(inside, row, 0)
-    sums = []
-    for mask in (in_compute, in_comm & ~in_compute, in_comm):
-        seconds = np.zeros(len(listed))
-        np.add.at(seconds, row, gap * mask[:-1])
-        sums.append(seconds)
-    weight = np.zeros(len(listed), np.int64)
-    weight[np.searchsorted(listed, rank[compute])] = spans.columns["weight"][compute]
-    makespan = float(end.max() - start.min()) if len(spans) else 0.0
-    return Busy(
-        rank=listed, weight=weight, compute_s=sums[0], exposed_s=sums[1], communication_s=sums[2],
-        makespan_s=makespan,
-    )  # fmt: skip
+    forward = spans.where("kind", lambda k: k == "F") & (spans.columns["stage"] <= 0)
+    names = ("rank", "step", "microbatch")
+    rows = np.unique(np.stack([spans.columns[k][forward] for k in names]), axis=1)
+    weight = dict(
+        zip(
+            spans.columns["rank"][forward].tolist(),
+            spans.columns["weight"][forward].tolist(),
+            strict=True,
+        )
+    )
+    microbatches = sum(weight[r] / ranks.get(r, 1) for r in rows[0].tolist())
+    updates = int(_updates(spans).sum())
+    return tokens * microbatches / updates if updates else 0.0
 
 
-def is_communication(kind: str) -> bool:
-    """True for transfers and collectives; BARRIER moves no bytes and is neither."""
-    known = KINDS.get(kind)
-    return known is not None and known.cost in ("transfer", "collective") and kind != "BARRIER"
+def _updates(spans: Spans) -> NDArray[np.bool_]:
+    """Rows of the updates that a message started."""
+    return spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] < 0)
 
 
-def rates_of(step_time_s: float, basis: Basis) -> dict[str, float]:
+def rates_of(step_time_s: float, basis: Basis) -> dict[str, float | None]:
     """tokens/s, TGS, MFU and HFU of a step time.
 
     tokens_per_s = tokens / step time; tgs = tokens_per_s / chips; mfu = model FLOPs / (step time *
-    sum of dense peaks); hfu = the same with recomputation counted.
+    sum of dense peaks), or None without them; hfu = the same with recomputation counted.
 
     Raises:
         SimulationError: the rate exceeds the chips' peak, so the FLOPs or the times are wrong.
     """
     tokens_per_s = basis.tokens_per_step / step_time_s
-    limit = step_time_s * basis.peak_flops_per_s
-    hfu = basis.hardware_flops_per_step / limit
-    if hfu > 1 + 1e-9:
-        raise SimulationError(
-            f"the step would run at {hfu:.3g} times the dense {basis.dtype} peak of its "
-            f"{basis.num_chips} chips: its times or its FLOPs are wrong"
-        )
+    mfu = hfu = None
+    if basis.model_flops_per_step is not None and basis.peak_flops_per_s is not None:
+        limit = step_time_s * basis.peak_flops_per_s
+        mfu = basis.model_flops_per_step / limit
+        hfu = mfu
+        if basis.hardware_flops_per_step is not None:
+            hfu = basis.hardware_flops_per_step / limit
+        if hfu > 1 + 1e-9:
+            raise SimulationError(
+                f"the step would run at {hfu:.3g} times the dense {basis.dtype} peak of its "
+                f"{basis.num_chips} chips: its times or its FLOPs are wrong"
+            )
     return {
         "tokens_per_s": tokens_per_s,
-        "tgs": tokens_per_s / basis.num_chips,
-        "mfu": basis.model_flops_per_step / limit,
+        "tgs": tokens_per_s / max(basis.num_chips, 1),
+        "mfu": mfu,
         "hfu": hfu,
     }
 
 
 def metrics_of(
-    spans: Spans, basis: Basis, *, barrier: bool = True, inner_comm_s: Floats | None = None
+    spans: Spans,
+    basis: Basis,
+    *,
+    barrier: bool = True,
+    inner_comm_s: Mapping[str, Floats] | None = None,
 ) -> Metrics:
     """All headline metrics of a run; averages over ranks are weighted by class size.
 
     step_time_s, step_p50_s, step_p95_s [s]: see ``pace_of``. tokens_per_s, tgs [tokens/s], mfu, hfu
     (0..1): see ``rates_of``. bubble_fraction: average over ranks of 1 - compute-stream busy time /
     makespan. exposed_comm_s [s]: average over ranks of the time per step in which a communication
-    op ran and the compute stream was idle. cost_per_mtoken [USD per 1e6 tokens]: (price of all
-    chips * step time + egress) / tokens * 1e6, or None without prices. updates_per_s [1/s]: APPLY
-    ops per second of the run, or 1 / step time without any. imbalance: busiest compute stream over
-    the average. straggler_rank: representative of the class with that stream.
+    op ran and the compute stream was idle, or a compute op waited for a collective inside it.
+    exposed_by_group [s]: the same by role of the group ("tp", "ep", "cp", "dp" ...), "pp" for
+    transfers between stages, "ps" for messages; instants with several count in equal parts, so the
+    parts add up. cost_per_mtoken [USD per 1e6 tokens]: (price of all chips * step time + egress) /
+    tokens * 1e6, or None without prices. updates_per_s [1/s]: APPLY ops per step, or 1 without any,
+    / step time. imbalance: busiest compute stream over the average. straggler_rank: representative
+    of the class with that stream.
 
     Args:
         spans: one run. basis: of its plan. barrier: whether BARRIER ends each step.
-        inner_comm_s: [s] per row, communication that a compute op contains (a boxed segment's
-            collectives) and waits for; it counts as exposed, not as bubble. None for none.
+        inner_comm_s: role -> [s] per row, communication that a compute op contains (a boxed
+            segment's collectives) and waits for; it counts as exposed, not as bubble.
 
     Raises:
         SimulationError: the run is empty, or its rate exceeds the peak.
@@ -212,23 +189,27 @@ def metrics_of(
     pace, busy = pace_of(spans, barrier=barrier), busy_of(spans)
     rates = rates_of(pace.step_time_s, basis)
     total = float(busy.weight.sum())
-    exposed = busy.exposed_s.copy()
-    if inner_comm_s is not None:
-        mine = spans.where("stream", lambda s: s == "compute")
-        row = np.searchsorted(busy.rank, spans.columns["rank"][mine])
-        np.add.at(exposed, row, inner_comm_s[mine])
-    applied = spans.columns["weight"][spans.where("kind", lambda k: k == "APPLY")].sum()
+    exposed = {g: _mean(row, busy.weight) / pace.steps for g, row in busy.exposed_s.items()}
+    mine = spans.where("stream", lambda s: s == "compute")
+    row = np.searchsorted(busy.rank, spans.columns["rank"][mine])
+    for group, inner in (inner_comm_s or {}).items():
+        seconds = sum_by(row, inner[mine], len(busy.rank))
+        exposed[group] = exposed.get(group, 0.0) + _mean(seconds, busy.weight) / pace.steps
+    exposed = {g: s for g, s in sorted(exposed.items()) if s > 0}
+    applied = spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] >= 0)
+    updates = max(1.0, float(spans.columns["weight"][applied].sum()) / pace.steps)
     mean_busy = _mean(busy.compute_s, busy.weight)
     cost = None
-    if basis.price_per_s is not None:
+    if basis.price_per_s is not None and basis.tokens_per_step:
         step_cost = basis.price_per_s * pace.step_time_s + basis.egress_per_step
         cost = step_cost / basis.tokens_per_step * 1e6
     return Metrics(
-        step_time_s=pace.step_time_s, step_p50_s=pace.p50_s, step_p95_s=pace.p95_s, **rates,
+        step_time_s=pace.step_time_s, step_p50_s=pace.p50_s, step_p95_s=pace.p95_s, **rates,  # type: ignore[arg-type]
         bubble_fraction=1 - mean_busy / busy.makespan_s if total and busy.makespan_s else 0.0,
-        exposed_comm_s=_mean(exposed, busy.weight) / pace.steps,
+        exposed_comm_s=sum(exposed.values()),
+        exposed_by_group=exposed,
         cost_per_mtoken=cost,
-        updates_per_s=float(applied) / busy.makespan_s if applied else 1 / pace.step_time_s,
+        updates_per_s=updates / pace.step_time_s,
         imbalance=float(busy.compute_s.max()) / mean_busy if mean_busy else 1.0,
         straggler_rank=int(busy.rank[np.argmax(busy.compute_s)]) if total else -1,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,17 @@ from sim.engine.execute import Outcome
 from sim.engine.messages import Handled
 from sim.engine.simulate import Run
 from sim.plan.deps import flatten
-from sim.plan.graph import OpGraph, Wire
-from sim.plan.kinds import KINDS
+from sim.plan.graph import OpGraph
 from sim.plan.op import Op
 from sim.plan.program import Program
 from sim.plan.unroll import LOCAL_STREAMS, stream_of
-from sim.plan.wiring import DEFAULT_ROLE, Wiring
+from sim.plan.wiring import Wiring
 from sim.report.spans import Spans, concatenate
+from sim.report.wires import WireTexts, encode
 
-__all__ = ["compact_ranks", "spans_of", "spans_of_run"]
+__all__ = ["recorded", "spans_of", "spans_of_run"]
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -33,7 +34,6 @@ def spans_of(
     *,
     programs: Sequence[Program] = (),
     wiring: Wiring | None = None,
-    handled: Sequence[Handled] = (),
     run: str = "",
     source: str = "simulated",
 ) -> Spans:
@@ -46,17 +46,27 @@ def spans_of(
         programs: those the graph was built from, so that ``op`` is "program:index"; without them
             ``op`` is the op's name.
         wiring: fills the stage of ops that leave it out.
-        handled: op instances of ``on`` blocks; their step is -1, their microbatch counts arrivals.
         run: name of the run. source: see ``Spans``.
     """
-    nodes, actors = _rows(graph, outcome)
-    rank = np.array([a.rank for a in graph.actors], np.int64)[actors]
-    order = np.lexsort((nodes, rank, outcome.start[nodes]))
-    nodes, actors, rank = nodes[order], actors[order], rank[order]
-    static, ops = _static(graph, nodes, actors)
-    of_wire = _WireTexts(graph)
+    nodes, actors = _sorted_rows(graph, outcome)
+    return _table(graph, outcome, prices, nodes, actors, programs, wiring, run, source)
+
+
+def _table(
+    graph: OpGraph,
+    outcome: Outcome,
+    prices: Prices,
+    nodes: Ints,
+    actors: Ints,
+    programs: Sequence[Program],
+    wiring: Wiring | None,
+    run: str,
+    source: str,
+) -> Spans:
+    static, ops = _static(graph, nodes, actors, programs)
+    of_wire = WireTexts(graph)
     columns: dict[str, NDArray[Any]] = {
-        "rank": rank,
+        "rank": np.array([a.rank for a in graph.actors], np.int64)[actors],
         "weight": of_wire.weights(nodes, actors),
         "peer": of_wire.peers(nodes),
         "step": graph.step[nodes],
@@ -69,25 +79,20 @@ def spans_of(
     }
     names: dict[str, tuple[str, ...]] = {"run": (run,), "source": (source,)}
     columns["run"] = columns["source"] = np.zeros(len(nodes), np.int32)
-    hosted = [(op, _stage(op, graph.actors[a].rank, wiring)) for op, a in ops]
-    columns["stage"] = np.array([s for _, s in hosted], np.int64)[static]
-    columns["microbatch"] = np.array([op.mb for op, _ in ops], np.int64)[static]
-    columns["part"] = np.array([op.part for op, _ in ops], np.int64)[static]
-    positions = _Positions(programs)
+    hosted = [_stage(op, graph.actors[a].rank, wiring) for op, a, _ in ops]
+    columns["stage"] = np.array(hosted, np.int64)[static]
+    columns["microbatch"] = np.array([op.mb for op, _, _ in ops], np.int64)[static]
+    columns["part"] = np.array([op.part for op, _, _ in ops], np.int64)[static]
     for name, texts in (
-        ("kind", [op.kind for op, _ in ops]),
-        ("segment", [op.label for op, _ in ops]),
-        ("op", [positions.text(op, graph.actors[a].program) for op, a in ops]),
+        ("kind", [op.kind for op, _, _ in ops]),
+        ("segment", [op.label for op, _, _ in ops]),
+        ("op", [text for _, _, text in ops]),
     ):
-        codes, names[name] = _encode(texts)
+        codes, names[name] = encode(texts)
         columns[name] = codes[static]
     columns["stream"], names["stream"] = of_wire.streams(nodes, actors)
     columns["group"], names["group"] = of_wire.groups(nodes)
-    spans = Spans(columns, names)
-    if handled:
-        spans = concatenate([spans, _handled_rows(graph, handled, run, source)])
-        spans = spans.take(np.lexsort((spans.columns["rank"], spans.columns["start_s"])))
-    return spans
+    return Spans(columns, names)
 
 
 def spans_of_run(run: Run, name: str = "") -> Spans:
@@ -96,11 +101,36 @@ def spans_of_run(run: Run, name: str = "") -> Spans:
     Args:
         run: from sim.engine.simulate. name: of the run; the plan's name by default.
     """
-    layout = run.layout
-    return spans_of(
-        layout.graph, run.outcome, run.prices, programs=layout.programs, wiring=layout.wiring,
-        handled=run.handled, run=name or layout.plan.name,
-    )  # fmt: skip
+    return recorded(run, name)[0]
+
+
+def recorded(run: Run, name: str = "") -> tuple[Spans, dict[str, Floats]]:
+    """Return the span table and, per row, what its op spends in collectives inside it.
+
+    Instances of ``on`` blocks have step -1, and their microbatch counts arrivals.
+
+    Args:
+        run: from sim.engine.simulate. name: of the run; the plan's name by default.
+
+    Returns:
+        The table, and role of a group -> [s] per row, shape (S,).
+    """
+    layout, name = run.layout, name or run.layout.plan.name
+    graph, outcome = layout.graph, run.outcome
+    nodes, actors = _sorted_rows(graph, outcome)
+    spans = _table(
+        graph, outcome, run.prices, nodes, actors, layout.programs, layout.wiring, name, "simulated"
+    )
+    if run.handled:
+        spans = concatenate([spans, _handled_rows(graph, run.handled, name, "simulated")])
+        nodes = np.concatenate([nodes, np.full(len(spans) - len(nodes), -1, np.int64)])
+        order = np.lexsort((spans.columns["rank"], spans.columns["start_s"]))
+        spans, nodes = spans.take(order), nodes[order]
+    inside = {
+        role: np.where(nodes < 0, 0.0, seconds[nodes])
+        for role, seconds in run.prices.inner_comm_s.items()
+    }
+    return spans, inside
 
 
 def _handled_rows(graph: OpGraph, handled: Sequence[Handled], run: str, source: str) -> Spans:
@@ -132,12 +162,20 @@ def _handled_rows(graph: OpGraph, handled: Sequence[Handled], run: str, source: 
         ("group", [""] * n),
         ("stream", [f"{h.rank}->{h.sender}" if _is_pair(h.op) else stream_of(h.op) for h in done]),
     ):
-        columns[name], names[name] = _encode(texts)
+        columns[name], names[name] = encode(texts)
     return Spans(columns, names)
 
 
 def _is_pair(op: Op) -> bool:
     return stream_of(op) not in LOCAL_STREAMS
+
+
+def _sorted_rows(graph: OpGraph, outcome: Outcome) -> tuple[Ints, Ints]:
+    """``_rows`` by start, rank and node."""
+    nodes, actors = _rows(graph, outcome)
+    rank = np.array([a.rank for a in graph.actors], np.int64)[actors]
+    order = np.lexsort((nodes, rank, outcome.start[nodes]))
+    return nodes[order], actors[order]
 
 
 def _rows(graph: OpGraph, outcome: Outcome) -> tuple[Ints, Ints]:
@@ -155,22 +193,38 @@ def _rows(graph: OpGraph, outcome: Outcome) -> tuple[Ints, Ints]:
     return node[ended], actor_of[ended]
 
 
-def _static(graph: OpGraph, nodes: Ints, actors: Ints) -> tuple[Ints, list[tuple[Op, int]]]:
-    """Number of the static (op, program) of each row, and those with one of their actors."""
-    number: dict[tuple[int, int, int], int] = {}
-    found: list[tuple[Op, int]] = []
-    static = np.zeros(len(nodes), np.int64)
-    program = [a.program for a in graph.actors]
-    for i, (node, actor) in enumerate(zip(nodes.tolist(), actors.tolist(), strict=True)):
-        op = graph.ops[node]
-        # A stage may be left out, and then it depends on the rank: keep actors apart.
-        key = (id(op), program[actor], actor if op.stage < 0 else -1)
-        hit = number.get(key)
-        if hit is None:
-            hit = number[key] = len(found)
-            found.append((op, actor))
-        static[i] = hit
-    return static, found
+def _static(
+    graph: OpGraph, nodes: Ints, actors: Ints, programs: Sequence[Program]
+) -> tuple[Ints, list[tuple[Op, int, str]]]:
+    """Number of the static op of each row; of each number the op, one of its actors, its text."""
+    program = np.array([a.program for a in graph.actors], np.int64)
+    own, row = program[graph.actor[nodes]], program[actors]
+    # A stage may be left out, and then it depends on the rank: keep actors apart.
+    open_stage = np.array([op.stage < 0 for op in graph.ops], bool)
+    apart = np.where(open_stage[nodes], actors, -1)
+    keys = np.stack([own, graph.static[nodes], row, apart])
+    _, first, static = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    names: dict[int, dict[Name, int]] = {}
+    found = []
+    for k in first.tolist():
+        op, at = graph.ops[nodes[k]], int(row[k])
+        index: int | None = int(graph.static[nodes[k]])
+        if own[k] != at and at < len(programs):
+            # A member of a collective with another program lists an op like the node's.
+            if at not in names:
+                ops = flatten(programs[at]).ops
+                names[at] = {_name(ops[i]): i for i in reversed(range(len(ops)))}
+            index = names[at].get(_name(op))
+        named = index is None or at >= len(programs)
+        found.append((op, int(actors[k]), op.name if named else f"{at}:{index}"))
+    return static.reshape(-1), found
+
+
+Name = tuple[str, int, int, str, str]
+
+
+def _name(op: Op) -> Name:
+    return op.kind, op.mb, op.part, op.label, op.group
 
 
 def _stage(op: Op, rank: int, wiring: Wiring | None) -> int:
@@ -181,116 +235,3 @@ def _stage(op: Op, rank: int, wiring: Wiring | None) -> int:
 
 def _amounts(values: NDArray[np.float64] | None, nodes: Ints) -> NDArray[np.float64]:
     return np.zeros(len(nodes)) if values is None else values[nodes].astype(np.float64)
-
-
-def _encode(texts: Sequence[str]) -> tuple[NDArray[np.int32], tuple[str, ...]]:
-    number: dict[str, int] = {}
-    codes = np.array([number.setdefault(t, len(number)) for t in texts], np.int32)
-    return codes, tuple(number)
-
-
-class _Positions:
-    """Where each op stands in its program's flat list."""
-
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self.by_identity: list[dict[int, int]] = []
-        self.by_name: list[dict[tuple[str, int, int, str, str], int]] = []
-        for program in programs:
-            ops = flatten(program).ops
-            same: dict[int, int] = {}
-            like: dict[tuple[str, int, int, str, str], int] = {}
-            for i, op in enumerate(ops):
-                same.setdefault(id(op), i)
-                like.setdefault((op.kind, op.mb, op.part, op.label, op.group), i)
-            self.by_identity.append(same)
-            self.by_name.append(like)
-
-    def text(self, op: Op, program: int) -> str:
-        """Return "program:index"; a collective's other members list an op like its node's."""
-        if program >= len(self.by_name):
-            return op.name
-        hit = self.by_identity[program].get(id(op))
-        if hit is None:
-            hit = self.by_name[program].get((op.kind, op.mb, op.part, op.label, op.group))
-        return op.name if hit is None else f"{program}:{hit}"
-
-
-class _WireTexts:
-    """Streams, groups, peers and weights of rows, worked out once per wire."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.members = np.array([len(a.ranks) for a in graph.actors], np.int64)
-        actor_of_class = {graph.classes[a.rank]: a for a in graph.actors}
-        first = {
-            int(w): int(n) for w, n in zip(*np.unique(graph.wire, return_index=True), strict=True)
-        }
-        n = len(graph.wires)
-        self.peer, self.count = np.full(n + 1, -1, np.int64), np.zeros(n + 1, np.int64)
-        self.text, self.group = [""] * (n + 1), [""] * (n + 1)
-        for w, wire in enumerate(graph.wires):
-            if wire.end is not None:
-                receiver = actor_of_class[wire.classes[1]]
-                sender = actor_of_class[wire.classes[0]]
-                self.peer[w] = receiver.rank
-                # A boundary is cut in as many pieces as the larger side has ranks.
-                self.count[w] = max(len(sender.ranks), len(receiver.ranks))
-                self.text[w] = f"{wire.end.src}->{wire.end.dst}" + _channel(graph, first, w)
-            else:
-                self.group[w] = _group_text(wire, graph.ops[first[w]] if w in first else None)
-                self.text[w] = self.group[w] + _channel(graph, first, w)
-
-    def peers(self, nodes: Ints) -> Ints:
-        return self.peer[self.graph.wire[nodes]]
-
-    def weights(self, nodes: Ints, actors: Ints) -> Ints:
-        count = self.count[self.graph.wire[nodes]]
-        return np.where(count > 0, count, self.members[actors])
-
-    def groups(self, nodes: Ints) -> tuple[NDArray[np.int32], tuple[str, ...]]:
-        codes, names = _encode(self.group)
-        return codes[self.graph.wire[nodes]], names
-
-    def streams(self, nodes: Ints, actors: Ints) -> tuple[NDArray[np.int32], tuple[str, ...]]:
-        """The wire's text, or the name of the rank-local stream."""
-        graph = self.graph
-        local = [name if actor >= 0 else "" for actor, name in graph.stream_names]
-        codes, names = _encode([*self.text, *local])
-        wire = graph.wire[nodes]
-        rows = np.where(wire >= 0, wire, len(self.text) + graph.stream[nodes])
-        return codes[rows], names
-
-
-def _channel(graph: OpGraph, first: Mapping[int, int], w: int) -> str:
-    channel = graph.ops[first[w]].channel if w in first else 0
-    return f" channel {channel}" if channel else ""
-
-
-def _group_text(wire: Wire, op: Op | None) -> str:
-    role = "+".join(sorted(wire.roles))
-    if op is not None and KINDS[op.kind].stream == "group":
-        named = op.group or DEFAULT_ROLE.get(op.kind, "tp")
-        role = named if named in wire.roles else role
-    return f"{role} {compact_ranks(wire.group)}"
-
-
-def compact_ranks(ranks: Sequence[int]) -> str:
-    """Write an ordered member list with runs of equal distance folded.
-
-    >>> compact_ranks((0, 1, 2, 3, 8)), compact_ranks((0, 8, 16, 24)), compact_ranks((5, 3))
-    ('0-3,8', '0-24/8', '5,3')
-    """
-    parts = []
-    i = 0
-    while i < len(ranks):
-        j = i + 1
-        gap = ranks[j] - ranks[i] if j < len(ranks) else 0
-        while gap > 0 and j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == gap:
-            j += 1
-        if gap > 0 and j - i >= 2:
-            parts.append(f"{ranks[i]}-{ranks[j]}" + (f"/{gap}" if gap > 1 else ""))
-            i = j + 1
-        else:
-            parts.append(str(ranks[i]))
-            i += 1
-    return ",".join(parts)

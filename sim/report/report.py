@@ -11,6 +11,8 @@ from sim.cost.ledger import Ledger, peak_memory
 from sim.cost.money import egress
 from sim.cost.occupancy import memory_over_time
 from sim.engine.simulate import Run
+from sim.model.graph import Model
+from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.basis import Basis, basis_of
 from sim.report.document import (
@@ -22,8 +24,8 @@ from sim.report.document import (
 )
 from sim.report.gantt import save_gantt
 from sim.report.links import LinkLoad, link_loads, link_use
-from sim.report.metrics import Metrics, metrics_of
-from sim.report.record import spans_of_run
+from sim.report.metrics import Metrics, metrics_of, pace_of, tokens_per_update
+from sim.report.record import recorded
 from sim.report.rows import time_unit
 from sim.report.spans import Spans
 from sim.report.text_gantt import text_gantt
@@ -36,12 +38,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A simulation, measured.
 
     Args:
-        run, problem: what was simulated. spans, metrics, links, basis: of it.
+        run, problem: what was simulated; None for a plan without a problem.
+        spans, metrics, links, basis: of it.
         memory: (stage, replica) -> ledger of the cell. seed: used.
     """
 
     run: Run
-    problem: Problem
+    problem: Problem | None
     spans: Spans
     basis: Basis
     metrics: Metrics
@@ -53,10 +56,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """One line: plan, step time, MFU."""
         m, plan = self.metrics, self.run.layout.plan
         unit, scale = time_unit(m.step_time_s)
+        mfu = "" if m.mfu is None else f", MFU {100 * m.mfu:.1f} %"
         return (
             f"Report({plan.name or plan.hash}: {m.step_time_s * scale:.4g} {unit} a step, "
-            f"{m.tokens_per_s:,.0f} tokens/s, MFU {100 * m.mfu:.1f} %)"
+            f"{m.tokens_per_s:,.4g} tokens/s{mfu})"
         )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What plan, problem and prices rest on, each once."""
+        of_problem = self.problem.assumptions if self.problem else ()
+        texts = (*self.run.layout.plan.assumptions, *of_problem, *self.run.prices.assumptions)
+        return tuple(dict.fromkeys(texts))
+
+    @property
+    def _model(self) -> Model | None:
+        return self.problem.model if self.problem else None
 
     def text(self, width: int = 80) -> str:
         """Return the timeline as text of this width [characters]."""
@@ -67,59 +82,83 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return save_gantt(self.run, path, spans=self.spans)
 
     def save_trace(self, path: str | Path) -> Path:
-        """Write the Chrome trace with memory over time; compressed when the name ends in ".gz"."""
+        """Write the Chrome trace; compressed when the name ends in ".gz".
+
+        It shows memory over time where the plan says which blocks its stages hold.
+        """
         layout, outcome = self.run.layout, self.run.outcome
-        ledgers = memory_over_time(
-            layout.graph, layout.wiring, layout.plan, self.problem, outcome.start, outcome.end
-        )
-        counters = [
-            Counter(name="memory [B]", rank=actor.rank, times_s=times, values=values)
-            for actor, (times, values) in zip(layout.graph.actors, ledgers, strict=True)
-        ]
+        counters = []
+        if self.problem is not None and self.basis.model_flops_per_step is not None:
+            ledgers = memory_over_time(
+                layout.graph, layout.wiring, layout.plan, self.problem, outcome.start, outcome.end
+            )
+            counters = [
+                Counter(name="memory [B]", rank=actor.rank, times_s=times, values=values)
+                for actor, (times, values) in zip(layout.graph.actors, ledgers, strict=True)
+            ]
         return trace_of_run(self.run, path, spans=self.spans, counters=counters)
 
     def plan_document(self, search: SearchFacts | None = None) -> PlanDocument:
         """Return what ``hetlab plan --json`` prints."""
         return plan_document(
-            self.run.layout.plan, self.basis, self.metrics, model=self.problem.model,
-            memory=self.memory, search=search, seed=self.seed,
+            self.run.layout.plan, self.basis, self.metrics, model=self._model,
+            memory=self.memory, search=search, seed=self.seed, assumptions=self.assumptions,
         )  # fmt: skip
 
     def simulate_document(self) -> SimulateDocument:
         """Return what ``hetlab simulate --json`` prints."""
         return simulate_document(
-            self.run, self.basis, self.metrics, self.links, model=self.problem.model,
-            memory=self.memory, seed=self.seed,
+            self.run, self.basis, self.metrics, self.links, model=self._model,
+            memory=self.memory, seed=self.seed, assumptions=self.assumptions,
         )  # fmt: skip
 
 
 def report_of(
     run: Run,
-    problem: Problem,
+    problem: Problem | None = None,
     *,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     seed: int = 0,
 ) -> Report:
     """Measure a simulation.
 
+    Where ranks serve messages a step is one update, with the tokens of the forwards behind it.
+
     Args:
-        run: from sim.engine.simulate. problem: what was planned for.
-        memory: (stage, replica) -> ledger of the cell; None works it out. seed: used.
+        run: from sim.engine.simulate.
+        problem: what was planned for; without it (stated times) FLOPs, peaks, prices and memory are
+            unknown.
+        memory: (stage, replica) -> ledger of the cell; None works it out for plans with a schedule.
+        seed: used.
 
     Raises:
-        PlanError: the plan names no schedule that says how many microbatches are in flight, and
-            ``memory`` is not given.
         InputError: a chip cannot compute in the plan's dtype.
         SimulationError: the run is empty, or its rate exceeds the chips' peak.
     """
     plan = run.layout.plan
-    spans = spans_of_run(run)
+    spans, inside = recorded(run)
     nbytes, busy = link_use(run)
     links = link_loads(run.prices.link_names, nbytes.tolist(), busy.tolist(), run.makespan)
-    paid = egress(problem.machine, nbytes.tolist()) / run.layout.steps
-    basis = basis_of(plan, problem.machine, problem.model, egress_per_step=paid)
-    metrics = metrics_of(spans, basis, barrier=plan.barrier)
+    machine, model = (problem.machine, problem.model) if problem else (None, None)
+    steps = pace_of(spans, barrier=plan.barrier).steps
+    basis = basis_of(
+        plan,
+        machine,
+        model,
+        egress_per_step=egress(machine, nbytes.tolist()) / steps if machine else 0.0,
+        tokens_per_step=_tokens_of_update(plan, spans) if run.handled else None,
+    )
+    metrics = metrics_of(spans, basis, barrier=plan.barrier, inner_comm_s=inside)
+    if memory is None:
+        scheduled = any(call.name == "schedule" for call in plan.lowering)
+        memory = peak_memory(plan, problem) if problem and scheduled else {}
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
-        memory=peak_memory(plan, problem) if memory is None else memory, seed=seed,
+        memory=memory, seed=seed,
     )  # fmt: skip
+
+
+def _tokens_of_update(plan: Plan, spans: Spans) -> float:
+    maths = plan.mathematics
+    ranks = {r: len(cell.ranks) for cell in plan.placement.cells for r in cell.ranks}
+    return tokens_per_update(spans, float(maths.microbatch * maths.sequence_length), ranks)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sim.plan.kinds import KINDS
 from sim.plan.placement import Placement
-from sim.report.metrics import is_communication
+from sim.report.busy import is_communication
 from sim.report.spans import Spans
 
 __all__ = ["CLASSES", "KindClass", "Row", "class_of", "classes_of", "rows_of", "time_unit"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from sim.report.assumed import fold_assumptions
 from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
 from sim.report.links import LinkLoad
 from sim.report.rows import time_unit
@@ -31,8 +32,10 @@ def seconds(value: float) -> str:
 def headline(document: PlanDocument) -> list[tuple[str, str]]:
     """The first answers as (name, text)."""
     m = document.metrics
-    peak = format_quantity(document.peak_flops_per_s, "FLOP/s", 3)
-    basis = f"{peak} (dense {document.dtype}, {document.num_chips} chips)"
+    basis = "unknown peak"
+    if document.peak_flops_per_s is not None:
+        peak = format_quantity(document.peak_flops_per_s, "FLOP/s", 3)
+        basis = f"{peak} (dense {document.dtype}, {document.num_chips} chips)"
     found = [] if document.exact else [("inexact", document.reason)]
     found.append(("step time", seconds(m.step_time_s)))
     if m.step_p95_s > 1.001 * m.step_p50_s:
@@ -41,10 +44,16 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
     return [
         *found,
         ("throughput", f"{_number(m.tokens_per_s)} tokens/s, {_number(m.tgs)} per chip"),
-        ("MFU", f"{_percent(m.mfu)} of {basis}"),
-        ("HFU", f"{_percent(m.hfu)} with recomputation counted"),
+        *(
+            [("MFU", "unknown: no FLOPs or no peak")]
+            if m.mfu is None or m.hfu is None
+            else [
+                ("MFU", f"{_percent(m.mfu)} of {basis}"),
+                ("HFU", f"{_percent(m.hfu)} with recomputation counted"),
+            ]
+        ),
         ("bubble", f"{_percent(m.bubble_fraction)} of compute time is idle"),
-        ("exposed comm.", f"{seconds(m.exposed_comm_s)} per step"),
+        ("exposed comm.", f"{seconds(m.exposed_comm_s)} per step" + _by_group(m.exposed_by_group)),
         ("cost", _cost(m.cost_per_mtoken)),
     ]
 
@@ -55,6 +64,14 @@ def _number(value: float) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
+
+
+def _by_group(parts: Mapping[str, float]) -> str:
+    """The parts, largest first, when there are several."""
+    largest = sorted(parts.items(), key=lambda p: (-p[1], p[0]))
+    if len(largest) < 2:
+        return f", all {largest[0][0]}" if largest else ""
+    return ": " + ", ".join(f"{name} {seconds(value)}" for name, value in largest)
 
 
 def _cost(per_mtoken: float | None) -> str:
@@ -104,10 +121,11 @@ def _print_head(console: Console, document: PlanDocument) -> None:
 
 
 def _print_tail(console: Console, document: PlanDocument) -> None:
-    if document.assumptions:
+    assumed = fold_assumptions(document.assumptions)
+    if assumed:
         console.print("assumed:")
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for text in document.assumptions:
+        for text in assumed:
             table.add_row("  -", Text(text))
         console.print(table)
     console.print(

@@ -260,7 +260,7 @@ throughput     3.902 tokens/s, 0.6504 per chip
 MFU            73.2 % of 3.2 MFLOP/s (dense fp16, 6 chips)
 HFU            90.2 % with recomputation counted
 bubble         26.0 % of compute time is idle
-exposed comm.  1.833 s per step
+exposed comm.  1.833 s per step: dp 1 s, pp 833.3 ms
 cost           3269 USD per million tokens
 
                                                   micro-                   peak

@@ -15,8 +15,9 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan, ProgramText
 from sim.report.basis import Basis, basis_of
+from sim.report.busy import busy_of
 from sim.report.links import link_loads
-from sim.report.metrics import busy_of, metrics_of, pace_of, rates_of
+from sim.report.metrics import metrics_of, pace_of, rates_of
 from sim.report.record import spans_of_run
 from sim.report.spans import Spans
 
@@ -70,7 +71,7 @@ def test_exposed_communication_by_hand() -> None:
     busy = busy_of(spans)
     assert busy.makespan_s == 10
     assert busy.compute_s.tolist() == [6, 6]
-    assert busy.exposed_s.tolist() == [1.5, 1.0]
+    assert {g: s.tolist() for g, s in busy.exposed_s.items()} == {"pp": [1.5, 1.0]}
     assert busy.communication_s.tolist() == [2, 2]
     metrics = metrics_of(spans, BASIS)
     assert metrics.bubble_fraction == pytest.approx(0.4)
@@ -93,7 +94,30 @@ def test_averages_weigh_classes_by_their_members() -> None:
 def test_communication_inside_compute_ops_counts_as_exposed() -> None:
     spans = spans_for(pipeline(2, 2))
     inner = np.where(spans["kind"] == "F", 0.25, 0.0)
-    assert metrics_of(spans, BASIS, inner_comm_s=inner).exposed_comm_s == pytest.approx(0.5)
+    found = metrics_of(spans, BASIS, inner_comm_s={"tp": inner, "ep": 2 * inner})
+    assert found.exposed_comm_s == pytest.approx(1.5)
+    assert found.exposed_by_group == pytest.approx({"tp": 0.5, "ep": 1.0})
+    assert found.bubble_fraction == metrics_of(spans, BASIS).bubble_fraction
+
+
+def test_groups_that_communicate_at_once_share_the_exposed_time() -> None:
+    # The transfer runs 1-3, the reduction 2-4 and nothing computes until 4.
+    cells = tuple(Cell(stage=s, replica=r, ranks=(2 * s + r,)) for s in (0, 1) for r in (0, 1))
+    plan = Plan(
+        placement=Placement(
+            cells=cells, segments=tuple(Segment(stage=s, cell=s) for s in (0, 1)),
+            boundaries=(Boundary(src=0, dst=1),), microbatches=(1, 1),
+        ),
+        programs=(
+            ProgramText((0, 1), "0F0 0SEND_F0 0F1 REDUCE_GRAD <- 0F1 ; OPT <- REDUCE_GRAD"),
+            ProgramText((2, 3), "1RECV_F0"),
+        ),
+        barrier=False,
+    )  # fmt: skip
+    spans = spans_for(plan, send=2.0, REDUCE_GRAD=2.0, OPT=1.0)
+    busy = busy_of(spans)
+    assert {g: s.tolist() for g, s in busy.exposed_s.items()} == {"dp": [1.5], "pp": [0.5]}
+    assert metrics_of(spans, BASIS).exposed_comm_s == pytest.approx(2.0)
 
 
 def test_rates_and_cost() -> None:
@@ -157,8 +181,8 @@ def test_a_step_of_a_parameter_server_is_one_update() -> None:
     pace = pace_of(spans, barrier=False, warm_up=1)
     assert (pace.steps, pace.step_time_s) == (6, pytest.approx((9.0 - 4.5) / 4))
     assert metrics_of(
-        spans, msgspec.structs.replace(BASIS, peak_flops_per_s=1e3)
-    ).updates_per_s == (pytest.approx(6 / 9))
+        spans, msgspec.structs.replace(BASIS, peak_flops_per_s=1e3), barrier=False
+    ).updates_per_s == pytest.approx(4 / (9.0 - 4.5))
 
 
 def test_percentiles_see_an_uneven_step() -> None:

@@ -12,8 +12,9 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Plan
 from sim.report.frame import from_frame, to_frame
-from sim.report.record import compact_ranks, spans_of, spans_of_run
+from sim.report.record import spans_of, spans_of_run
 from sim.report.spans import COLUMNS, Spans, concatenate, span_name
+from sim.report.wires import compact_ranks
 
 SECONDS = {"F": 1.0, "B": 2.0, "SEND_F": 0.5, "SEND_B": 0.5, "REDUCE_GRAD": 1.0, "OPT": 0.25}
 
