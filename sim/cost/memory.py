@@ -51,7 +51,8 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         microbatch: [sequences]. tp, cp, ep: sizes. recompute: what is not kept.
         sequence_parallel: unsplit activations are divided by tp. buffers: receive buffers per pair.
-        shards: ranks among which ZeRO-1 divides optimizer states, 1 without it.
+        shards: ranks among which ZeRO-1 divides optimizer states, 1 without it; those of experts it
+            divides among ``shards / ep``.
     """
 
     microbatch: int = 1
@@ -90,8 +91,8 @@ def stage_memory_terms(
     dense, experts = table.rank_params(low, high, tp, knobs.ep)
     dense, experts = dense.sum(-1), experts.sum(-1)
     count = dense + experts
-    # With ep > 1 experts are replicated over other ranks than the rest: ZeRO-1 leaves them whole.
-    expert_shards = knobs.shards if knobs.ep == 1 else 1
+    # Experts are replicated over fewer ranks than the rest, and sharded over those.
+    expert_shards = max(1, knobs.shards // knobs.ep)
     owned = dense / knobs.shards + experts / expert_shards
     kept = table.kept_per_token(low, high, knobs.recompute, tp, knobs.sequence_parallel)
     copies = job.dtype == "fp16" and job.gradient_bytes > job.param_bytes

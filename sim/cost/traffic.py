@@ -5,6 +5,7 @@ from __future__ import annotations
 from sim.cost.work import Work
 from sim.errors import InputError
 from sim.model.amounts import dtype_bytes, rank_params
+from sim.plan.deps import EXPERTS
 from sim.plan.graph import Wire
 from sim.plan.op import Op
 
@@ -77,11 +78,11 @@ def collective_of(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float
 def _gradient(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float]:
     """Gradients of a stage's shard, or its updated parameters."""
     blocks, ep = work.segment(op, rank), work.placement.ep
-    if op.label == "experts":
+    if op.label == EXPERTS:
         _, elements = rank_params(blocks, work.cell(rank, op).tp, ep)
-        return "all_reduce", elements * dtype_bytes(work.math.reduction_dtype)
-    dense, experts = rank_params(blocks, wire.share[1] // wire.share[0], 1)
-    elements = dense + (experts if ep == 1 else 0.0)
+    else:
+        dense, experts = rank_params(blocks, wire.share[1] // wire.share[0], 1)
+        elements = dense + (experts if ep == 1 else 0.0)
     if op.kind == "UNSHARD":
         return "all_gather", elements * work.problem.job.param_bytes
     kind = "reduce_scatter" if work.math.zero else "all_reduce"

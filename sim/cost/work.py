@@ -242,6 +242,7 @@ class Work:
         dense, experts = rank_params(blocks, cell.tp, ep)
         if self.math.zero:
             shards = max(len(self._members(rank, "dp")), 1)
-            # With ep > 1 experts are replicated over other ranks than the rest: not sharded.
-            dense, experts = dense / shards, experts / (shards if ep == 1 else 1)
+            # With ep > 1 experts are replicated over other ranks than the rest.
+            role = "dp" if ep == 1 else "edp"
+            dense, experts = dense / shards, experts / max(len(self._members(rank, role)), 1)
         return optimizer_time(accelerator, self.problem.job, dense + experts, update=update)

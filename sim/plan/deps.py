@@ -15,7 +15,10 @@ from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
 from sim.plan.program import Block, Program
 
-__all__ = ["Flat", "flatten", "resolve"]
+__all__ = ["EXPERTS", "Flat", "flatten", "resolve"]
+
+EXPERTS = "experts"
+"""Label of REDUCE_GRAD and UNSHARD of a stage's routed experts, apart from its other parameters."""
 
 Path = tuple[int, ...]
 
@@ -264,10 +267,11 @@ def _updates(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, in
     stage = names.stage(op)
     if names.first_f[stage, op.label] != i:
         return []
-    later = [
-        j
+    later = {
+        ops[j].label: j
         for kind in ("OPT", "UNSHARD")
         for j in names.by_stage.get((kind, stage), ())
-        if j > i and (not ops[j].label or ops[j].label == op.label)
-    ]
-    return [(max(later), 1)] if later else []
+        if j > i and ops[j].label in ("", EXPERTS, op.label)
+    }
+    whole = [later.pop(EXPERTS)] if EXPERTS in later else []
+    return [(j, 1) for j in [*([max(later.values())] if later else []), *whole]]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sim.errors import PlanError
-from sim.plan.deps import flatten, resolve
+from sim.plan.deps import EXPERTS, flatten, resolve
 from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Placement
@@ -216,14 +216,20 @@ def _gradients(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> lis
             if replicated and last.get(op.stage) == i and op.kind in ("B", "W"):
                 ops.append(Op(kind="REDUCE_GRAD", stage=op.stage))
                 if op.stage in experts:
-                    ops.append(Op(kind="REDUCE_GRAD", stage=op.stage, label="experts", group="edp"))
+                    ops.append(Op(kind="REDUCE_GRAD", stage=op.stage, label=EXPERTS, group="edp"))
         for stage in sorted(last):
             if stage in tied:
                 ops.append(_tied(stage, ops, replicated))
         for stage in sorted(last):
             ops.append(_optimizer(stage, ops, stage in tied))
         if plan.mathematics.zero and replicated:
-            ops += [Op(kind="UNSHARD", stage=s, deps=(Dep(f"{s}OPT"),)) for s in sorted(last)]
+            for stage in sorted(last):
+                updated = (Dep(f"{stage}OPT"),)
+                ops.append(Op(kind="UNSHARD", stage=stage, deps=updated))
+                if stage in experts:
+                    ops.append(
+                        Op(kind="UNSHARD", stage=stage, label=EXPERTS, group="edp", deps=updated)
+                    )
         out.append(msgspec.structs.replace(v, ops=tuple(ops)))
     return out
 

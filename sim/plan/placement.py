@@ -236,17 +236,18 @@ def _ep_groups(placement: Placement, stage: int, cells: list[Cell]) -> list[Grou
         )
     if len({c.tp * c.cp for c in cells}) > 1:
         raise PlanError(f"expert parallelism needs equal cells in stage {stage}", key="ep")
-    size = len(cells[0].ranks)
+    tp, cp, size = cells[0].tp, cells[0].cp, len(cells[0].ranks)
     found = [
         Group("ep", tuple(c.ranks[t] for c in cells[first : first + ep]), stage)
         for first in range(0, len(cells), ep)
         for t in range(size)
     ]
-    if len(cells) > ep:
+    if len(cells) > ep or cp > 1:
+        # Context-parallel ranks hold the same experts: their gradients add up, too.
         found += [
-            Group("edp", tuple(c.ranks[t] for c in cells[e::ep]), stage)
+            Group("edp", tuple(c.ranks[k * tp + t] for c in cells[e::ep] for k in range(cp)), stage)
             for e in range(ep)
-            for t in range(size)
+            for t in range(tp)
         ]
     return found
 
@@ -259,10 +260,17 @@ def _embed_groups(placement: Placement) -> list[Group]:
     found = []
     for replica in range(placement.num_replicas):
         a, b = placement.cell(0, replica), placement.cell(last, replica)
-        if a.cp == b.cp == 1 and max(a.tp, b.tp) % min(a.tp, b.tp) == 0:
+        if a.cp == b.cp and max(a.tp, b.tp) % min(a.tp, b.tp) == 0:
             n = max(a.tp, b.tp)
             found += [
-                Group("embed", (a.ranks[i * a.tp // n], b.ranks[i * b.tp // n]), -1, (i, i + 1), n)
+                Group(
+                    "embed",
+                    (a.ranks[k * a.tp + i * a.tp // n], b.ranks[k * b.tp + i * b.tp // n]),
+                    -1,
+                    (i, i + 1),
+                    n,
+                )
+                for k in range(a.cp)
                 for i in range(n)
             ]
     return found
