@@ -26,22 +26,44 @@ KNOTS = 6
 """Sizes at which a collective is priced when a slab has more sizes than this."""
 
 
-class _Structure:
-    """Distinct (tp, pp) of a slab's groups and the cells they lead to."""
+class _Grid:
+    """Which cells the stages of a slab get: distinct ones priced once.
+
+    Attributes:
+        cells: distinct cells. of: number of each stage's, shape (n, P).
+        patterns: number of the pattern of each distinct cells.
+    """
 
     def __init__(self, slab: Slab) -> None:
         both = np.concatenate([slab.tp, slab.pp], axis=1)
-        rows, self.inverse = np.unique(both, axis=0, return_inverse=True)
+        _, first, self.inverse = np.unique(both, axis=0, return_index=True, return_inverse=True)
         self.inverse = self.inverse.reshape(-1)
-        groups = len(slab.pools)
-        self.cells: list[list[Cells]] = [
-            [
-                stage_cells(pool, int(tp), int(pp), slab.dp, i, slab.knobs.scatter)
-                for pool, tp, pp in zip(slab.pools, row[:groups], row[groups:], strict=True)
-                for i in range(int(pp))
-            ]
-            for row in rows
+        few = slab.take(first)
+        group, index = few.groups()
+        tp, pp = (np.take_along_axis(x, group, axis=1) for x in (few.tp, few.pp))
+        wide = pp if slab.knobs.scatter else np.zeros_like(pp)
+        code = ((group * 1024 + tp) * 4096 + index) * 4096 + wide
+        _, at, of = np.unique(code, return_index=True, return_inverse=True)
+        self.few = of.reshape(code.shape)
+        self.of = self.few[self.inverse]
+        flat = [x.reshape(-1)[at].tolist() for x in (group, tp, pp, index)]
+        self.cells = [
+            stage_cells(slab.pools[g], t, p, slab.dp, i, slab.knobs.scatter)
+            for g, t, p, i in zip(*flat, strict=True)
         ]
+        names: dict[object, int] = {}
+        self.patterns = np.array([names.setdefault(c.pattern, len(names)) for c in self.cells])
+
+    def pairs(
+        self, price: Callable[[Cells, Cells, float], Both], nbytes: float, in_step: bool, shift: int
+    ) -> Floats:
+        """Price every stage with the one ``shift`` further on (around the end), shape (n, P)."""
+        other = np.roll(self.few, -shift, axis=1)
+        count = len(self.cells)
+        known, of = np.unique(self.few * count + other, return_inverse=True)
+        pairs = ((self.cells[c // count], self.cells[c % count]) for c in known.tolist())
+        found = np.array([price(a, b, nbytes)[in_step] for a, b in pairs])
+        return np.asarray(found[of.reshape(other.shape)][self.inverse])
 
 
 class Costs:
@@ -55,6 +77,7 @@ class Costs:
         self.problem = problem
         self.passes = Passes(problem)
         self.wires = Wires(problem.machine)
+        self._last: tuple[object, _Grid] | None = None
 
     # -- per way --------------------------------------------------------------------------------
 
@@ -128,7 +151,9 @@ class Costs:
         return most
 
     def _live(self, slab: Slab) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        k = slab.knobs
+        k, p, m = slab.knobs, slab.num_stages, slab.num_microbatches
+        if k.schedule == "1f1b":
+            return tuple(((min(m, p - s),),) for s in range(p))
         return live_microbatches(k.schedule, slab.num_stages, slab.num_microbatches, k.chunks)
 
     # -- memory ---------------------------------------------------------------------------------
@@ -185,39 +210,35 @@ class Costs:
     def _boundaries(self, slab: Slab, in_step: bool) -> tuple[Floats, Floats, Floats, Floats]:
         passes, job = self.passes, self.problem.job
         _, high = slab.ranges()
-        virtual = high.shape[1]
         sent_f, sent_b, got_f, got_b = (np.zeros(high.shape) for _ in range(4))
+        if high.shape[1] == 1:
+            return sent_f, sent_b, got_f, got_b
         per_token = slab.microbatch * job.sequence_length * job.activation_bytes
-        structure = _Structure(slab)
+        grid, chunks = self._grid(slab), slab.knobs.chunks
+        gathers = not slab.knobs.sequence_parallel
         crossing = passes.elements[high]
         for elements in np.unique(passes.elements[1:-1]):
             nbytes = float(per_token * elements)
-            table = np.zeros((4, len(structure.cells), virtual))
-            for i, cells in enumerate(structure.cells):
-                table[:, i] = self._one_structure(cells, virtual, nbytes, in_step, slab)
+            down, up = (
+                np.tile(grid.pairs(self.wires.transfer, nbytes, in_step, shift), (1, chunks))
+                for shift in (1, -1)
+            )
+            own = np.array([self.wires.gather(c, nbytes) if gathers else 0.0 for c in grid.cells])
+            gathered = np.tile(own[grid.of], (1, chunks))
             mine = crossing[:, :-1] == elements
-            rows = table[:, structure.inverse]
-            sent_f[:, :-1][mine] = rows[0][:, :-1][mine]
-            got_f[:, 1:][mine] = rows[2][:, 1:][mine]
-            sent_b[:, 1:][mine] = rows[1][:, 1:][mine]
-            got_b[:, :-1][mine] = rows[3][:, :-1][mine]
+            sent_f[:, :-1][mine], got_f[:, 1:][mine] = down[:, :-1][mine], gathered[:, 1:][mine]
+            sent_b[:, 1:][mine], got_b[:, :-1][mine] = up[:, 1:][mine], gathered[:, :-1][mine]
         return sent_f, sent_b, got_f, got_b
 
-    def _one_structure(
-        self, cells: list[Cells], virtual: int, nbytes: float, in_step: bool, slab: Slab
-    ) -> Floats:
-        """(send_f, send_b, gather_f, gather_b) of every virtual stage, shape (4, V)."""
-        found = np.zeros((4, virtual))
-        count = len(cells)
-        for v in range(virtual):
-            here = cells[v % count]
-            if v + 1 < virtual:
-                found[0, v] = self.wires.transfer(here, cells[(v + 1) % count], nbytes)[in_step]
-            if v > 0:
-                found[1, v] = self.wires.transfer(here, cells[(v - 1) % count], nbytes)[in_step]
-            if len(here.chips[0]) > 1 and not slab.knobs.sequence_parallel:
-                found[2, v] = found[3, v] = self.wires.gather(here, nbytes)
-        return found
+    def _grid(self, slab: Slab) -> _Grid:
+        """The cells of a slab; times and sync of one slab are asked for in a row."""
+        key = (
+            tuple(p.name for p in slab.pools), slab.dp, slab.knobs.scatter,
+            slab.tp.tobytes(), slab.pp.tobytes(),
+        )  # fmt: skip
+        if self._last is None or key != self._last[0]:
+            self._last = (key, _Grid(slab))
+        return self._last[1]
 
     # -- after the passes -----------------------------------------------------------------------
 
@@ -248,7 +269,7 @@ class Costs:
         if slab.dp > 1:
             width = dtype_bytes(job.reduction_dtype)
             kind = "reduce_scatter" if slab.knobs.zero else "all_reduce"
-            price = _Collectives(self.wires, slab, in_step, exact)
+            price = _Collectives(self.wires, self._grid(slab), slab.knobs.chunks, in_step, exact)
             reduced = price(kind, summed * width, 1)
             if slab.knobs.zero:
                 gathered = price("all_gather", summed * job.param_bytes, 1)
@@ -266,44 +287,32 @@ class Costs:
     def _tied(self, slab: Slab, in_step: bool) -> Floats:
         """All-reduce of a parameter that the first and the last stage share [s], shape (n,)."""
         found = np.zeros(len(slab))
-        structure = _Structure(slab)
         width = dtype_bytes(self.problem.job.reduction_dtype)
         for a, b, params in self.passes.table.tied:
-            if slab.num_stages == 1 or a != 0 or b < self.passes.starts[-2]:
-                continue
-            for i, cells in enumerate(structure.cells):
-                took = self.wires.tied(cells[0], cells[-1], float(params * width))
-                found[structure.inverse == i] += took[in_step]
+            if slab.num_stages > 1 and a == 0 and b >= self.passes.starts[-2]:
+                nbytes = float(params * width)
+                # The last stage lies one before the first, around the end.
+                found += self._grid(slab).pairs(self.wires.tied, nbytes, in_step, -1)[:, 0]
         return found
 
 
 class _Collectives:
     """Prices a collective over the replicas of every stage of a slab."""
 
-    def __init__(self, wires: Wires, slab: Slab, in_step: bool, exact: bool) -> None:
-        self.wires, self.in_step, self.exact = wires, in_step, exact
-        self.structure = _Structure(slab)
-        self.chunks = slab.knobs.chunks
+    def __init__(self, wires: Wires, grid: _Grid, chunks: int, in_step: bool, exact: bool) -> None:
+        self.wires, self.grid, self.in_step, self.exact = wires, grid, in_step, exact
+        self.pattern = np.tile(grid.patterns[grid.of], (1, chunks)).reshape(-1)
+        self.order = np.argsort(self.pattern, kind="stable")
 
     def __call__(self, kind: str, nbytes: Floats, every: int) -> Floats:
-        found = np.zeros(nbytes.shape)
-        by_pattern: dict[object, tuple[Cells, list[tuple[int, int]]]] = {}
-        for i, cells in enumerate(self.structure.cells):
-            for v in range(nbytes.shape[1]):
-                here = cells[v % len(cells)]
-                by_pattern.setdefault(here.pattern, (here, []))[1].append((i, v))
-        order = np.argsort(self.structure.inverse, kind="stable")
-        bounds = np.searchsorted(
-            self.structure.inverse[order], np.arange(len(self.structure.cells) + 1)
-        )
-        for here, places in by_pattern.values():
-            rows = [order[bounds[i] : bounds[i + 1]] for i, _ in places]
-            columns = np.repeat([v for _, v in places], [len(r) for r in rows])
-            where = (np.concatenate(rows), columns)
-            found[where] = self._sizes(
-                partial(self.wires.between, kind, here, every), nbytes[where]
-            )
-        return found
+        found, flat = np.zeros(nbytes.size), nbytes.reshape(-1)
+        numbers, firsts = np.unique(self.grid.patterns, return_index=True)
+        edges = np.searchsorted(self.pattern[self.order], np.append(numbers, len(numbers)))
+        for k, first in enumerate(firsts):
+            rows = self.order[edges[k] : edges[k + 1]]
+            price = partial(self.wires.between, kind, self.grid.cells[first], every)
+            found[rows] = self._sizes(price, flat[rows])
+        return found.reshape(nbytes.shape)
 
     def _sizes(self, price: Callable[[float], Both], nbytes: Floats) -> Floats:
         sizes, inverse = np.unique(nbytes, return_inverse=True)

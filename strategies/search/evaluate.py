@@ -34,7 +34,12 @@ from strategies.search.shortlist import Incumbent, Shortlist
 from strategies.search.slab import Knobs, Slab, plan_key
 from strategies.search.space import blocks_of
 from strategies.search.split import moves
-from strategies.search.structures import Block, count_structures, enumerate_block
+from strategies.search.structures import (
+    Block,
+    count_structures,
+    enumerate_block,
+    structures_by_stages,
+)
 
 __all__ = ["Effort", "Evaluator", "Progress"]
 
@@ -89,6 +94,7 @@ class Evaluator:
         self.bound = math.inf
         self.whole = False
         self.stopped = False
+        self._knobs: dict[tuple[object, ...], list[Knobs]] = {}
         self.ranked = Shortlist(max(4 * keep, 64))
         self.incumbent = Incumbent(keep)
 
@@ -124,14 +130,8 @@ class Evaluator:
 
     def knobs(self, slab: Slab) -> list[Knobs]:
         """Legal knobs of a slab of one number of stages."""
-        return knobs_for(
-            self.costs.problem,
-            self.choices,
-            num_stages=slab.num_stages,
-            num_microbatches=slab.num_microbatches,
-            dp=slab.dp,
-            tps=frozenset(np.unique(slab.tp).tolist()),
-        )
+        tps = frozenset(np.unique(slab.tp).tolist())
+        return self._legal(slab.num_stages, slab.num_microbatches, slab.dp, tps)
 
     def _judge(self, slabs: list[Slab]) -> None:
         """Exact times of candidates with layers, into ``ranked``."""
@@ -198,22 +198,27 @@ class Evaluator:
         """(plans with all splits, structures times knobs) of a block."""
         total = self.costs.passes.num_layers
         plans = structures = 0.0
-        most = min(total, sum(max(o.pp for o in g) for g in block.options))
-        for p in range(len(block.pools), most + 1):
-            if self.choices.pp not in (None, p):
-                continue
-            count = count_structures(block, total, p)
-            options = knobs_for(
+        tps = frozenset({o.tp for g in block.options for o in g})
+        for p, count in enumerate(structures_by_stages(block, total).tolist()):
+            if count and self.choices.pp in (None, p):
+                options = self._legal(p, block.num_microbatches, block.dp, tps)
+                structures += count * len(options)
+                plans += sum(count * float(count_splits(total, p * k.chunks)) for k in options)
+        return plans, structures
+
+    def _legal(self, stages: int, m: int, dp: int, tps: frozenset[int]) -> list[Knobs]:
+        """Legal knobs; they depend on less than the arguments say, so they are kept by that."""
+        key = (stages == 1, m % stages == 0, dp > 1, tps)
+        if key not in self._knobs:
+            self._knobs[key] = knobs_for(
                 self.costs.problem,
                 self.choices,
-                num_stages=p,
-                num_microbatches=block.num_microbatches,
-                dp=block.dp,
-                tps=frozenset({o.tp for g in block.options for o in g}),
+                num_stages=stages,
+                num_microbatches=m,
+                dp=dp,
+                tps=tps,
             )
-            structures += count * len(options)
-            plans += sum(count * float(count_splits(total, p * k.chunks)) for k in options)
-        return plans, structures
+        return self._knobs[key]
 
     def _whole_block(self, block: Block) -> None:
         total = self.costs.passes.num_layers

@@ -109,8 +109,9 @@ def split_pool(pool: Pool, parts: Sequence[int]) -> tuple[Pool, ...]:
             expected=str(len(pool.nodes)),
         )
     found, first = [], 0
-    for i, count in enumerate(parts):
+    for count in parts:
         nodes = pool.nodes[first : first + count]
-        found.append(msgspec.structs.replace(pool, name=f"{pool.name}/{i}", nodes=nodes))
+        name = f"{pool.name}/{first}-{first + count}"
+        found.append(msgspec.structs.replace(pool, name=name, nodes=nodes))
         first += count
     return tuple(found)

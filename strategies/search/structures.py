@@ -28,10 +28,12 @@ from numpy.typing import NDArray
 from strategies.search.pools import Pool
 from strategies.search.slab import Slab
 
-__all__ = ["Block", "Option", "count_structures", "enumerate_block", "grow"]
+__all__ = ["Block", "Option", "count_structures", "enumerate_block", "grow", "structures_by_stages"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+CELLS = 500_000
+"""Partial structures times options that are looked at together."""
 MAX_ROWS = 400_000
 """Most structures kept while a block grows; beyond it the best by bound (rule "beam")."""
 
@@ -89,13 +91,19 @@ def grow(total: Floats, rate: Floats, stages: Floats, m: int, fill: float) -> Fl
 
 def count_structures(block: Block, num_layers: int, pp: int | None = None) -> int:
     """Structures of a block with at most one stage per layer (or exactly ``pp`` stages)."""
+    ways = structures_by_stages(block, num_layers)
+    if pp is not None:
+        return int(ways[pp]) if pp < len(ways) else 0
+    return int(ways.sum())
+
+
+def structures_by_stages(block: Block, num_layers: int) -> Floats:
+    """Structures of a block by number of stages, up to one stage per layer."""
     ways = np.array([1.0])
     for group in block.options:
         of_size = np.bincount([o.pp for o in group]).astype(np.float64)
         ways = np.convolve(ways, of_size)[: num_layers + 1]
-    if pp is not None:
-        return int(ways[pp]) if pp < len(ways) else 0
-    return int(ways.sum())
+    return ways
 
 
 def enumerate_block(
@@ -116,42 +124,25 @@ def enumerate_block(
     Returns:
         The structures, of any number of stages, or None when none is left.
     """
-    m = block.num_microbatches
-    best = [max(o.rate for o in group) / m for group in block.options]
-    fewest = [min(o.pp for o in group) for group in block.options]
-    leaves = [len(g) for g in block.options]
     chosen = np.zeros((1, 0), np.int64)
     total, stages = np.zeros(1), np.zeros(1, np.int64)
     # From the last group to the first, because filling counts the stages before a stage.
     for g in reversed(range(len(block.options))):
         group = block.options[g]
-        table = np.array([(o.tp, o.pp, o.recompute, o.rate) for o in group])
-        index = np.repeat(np.arange(len(chosen)), len(group))
-        own = np.tile(np.arange(len(group)), len(chosen))
-        rate, count = table[own, 3] / table[own, 1], table[own, 1]
-        total = grow(total[index], rate, count, m, block.fill)
-        stages = stages[index] + count.astype(np.int64)
-        below = float(np.prod(leaves[:g]))
-        keep = stages + sum(fewest[:g]) <= (num_layers if pp is None else pp)
-        if pp is not None and g == 0:
-            keep &= stages == pp
-        pruned["layers"] += int((~keep).sum() * below)
-        bound = num_layers / (total + sum(best[:g]))
-        slow = keep & (bound > incumbent)
-        pruned["bound"] += int(slow.sum() * below)
-        keep &= ~slow
-        if g + 1 < len(block.pools) and _siblings(block.pools[g], block.pools[g + 1]):
-            after = block.options[g + 1]
-            keep = _canonical(chosen[index, 0], own, after, table, keep, below, pruned)
-        rows = np.flatnonzero(keep)
-        if len(rows) > max_rows:
-            order = np.argpartition(bound[rows], max_rows)
-            pruned["beam"] += int((len(rows) - max_rows) * below)
-            rows = rows[order[:max_rows]]
-        chosen = np.concatenate([own[rows, None], chosen[index[rows]]], axis=1)
-        total, stages = total[rows], stages[rows]
-    if not len(chosen):
-        return None
+        step = max(1, CELLS // len(group))
+        parts = [
+            _extend(block, g, chosen[k : k + step], total[k : k + step], stages[k : k + step],
+                    num_layers, incumbent, pp, pruned)
+            for k in range(0, len(chosen), step)
+        ]  # fmt: skip
+        chosen, total, stages = (np.concatenate(x) for x in zip(*parts, strict=True))
+        if len(chosen) > max_rows:
+            order = np.argpartition(-total, max_rows)[:max_rows]
+            below = float(np.prod([len(x) for x in block.options[:g]]))
+            pruned["beam"] += int((len(chosen) - max_rows) * below)
+            chosen, total, stages = chosen[order], total[order], stages[order]
+        if not len(chosen):
+            return None
     tables = [np.array([o[:3] for o in group], np.int64) for group in block.options]
     fields = np.stack([t[chosen[:, g]] for g, t in enumerate(tables)], axis=1)
     return Slab(
@@ -167,6 +158,38 @@ def enumerate_block(
     )
 
 
+def _extend(
+    block: Block,
+    g: int,
+    chosen: Ints,
+    total: Floats,
+    stages: Ints,
+    num_layers: int,
+    incumbent: float,
+    pp: int | None,
+    pruned: Counter[str],
+) -> tuple[Ints, Floats, Ints]:
+    """Put every option of group g before partial structures, and keep what may still win."""
+    m, group, ahead = block.num_microbatches, block.options[g], block.options[:g]
+    below = float(np.prod([len(x) for x in ahead]))
+    rest = sum(max(o.rate for o in x) / m for x in ahead)
+    table = np.array([(o.pp, o.rate) for o in group])
+    grown = grow(total[:, None], table[:, 1] / table[:, 0], table[:, 0], m, block.fill)
+    count = stages[:, None] + table[:, 0].astype(np.int64)
+    keep = count + sum(min(o.pp for o in x) for x in ahead) <= (num_layers if pp is None else pp)
+    if pp is not None and g == 0:
+        keep &= count == pp
+    pruned["layers"] += int((keep.size - np.count_nonzero(keep)) * below)
+    fast = grown >= num_layers / incumbent - rest
+    pruned["bound"] += int(np.count_nonzero(keep & ~fast) * below)
+    keep &= fast
+    if g + 1 < len(block.pools) and _siblings(block.pools[g], block.pools[g + 1]):
+        keep &= _canonical(chosen[:, 0], group, block.options[g + 1], keep, below, pruned)
+    index, own = np.nonzero(keep)
+    longer = np.concatenate([own[:, None], chosen[index]], axis=1)
+    return longer, grown[index, own], count[index, own]
+
+
 def _siblings(a: Pool, b: Pool) -> bool:
     """Whether two pools are sub-pools of one."""
     return "/" in a.name and a.name.rpartition("/")[0] == b.name.rpartition("/")[0]
@@ -174,17 +197,16 @@ def _siblings(a: Pool, b: Pool) -> bool:
 
 def _canonical(
     later: Ints,
-    own: Ints,
+    group: tuple[Option, ...],
     after: tuple[Option, ...],
-    table: Floats,
     keep: NDArray[np.bool_],
     below: float,
     pruned: Counter[str],
 ) -> NDArray[np.bool_]:
-    """Rules (f) and (g) between a sub-group and the one behind it."""
-    behind = np.array([o.tp * 4 + o.recompute for o in after])[later]
-    mine = (table[own, 0] * 4 + table[own, 2]).astype(np.int64)
+    """Rules (f) and (g) between a sub-group and the one behind it, shape (rows, options)."""
+    behind = np.array([o.tp * 4 + o.recompute for o in after])[later][:, None]
+    mine = np.array([o.tp * 4 + o.recompute for o in group])
     same, rising = keep & (mine == behind), keep & (mine < behind)
-    pruned["merge"] += int(same.sum() * below)
-    pruned["order"] += int(rising.sum() * below)
-    return np.asarray(keep & ~same & ~rising)
+    pruned["merge"] += int(np.count_nonzero(same) * below)
+    pruned["order"] += int(np.count_nonzero(rising) * below)
+    return np.asarray(~same & ~rising)
