@@ -99,9 +99,9 @@ class Costs:
         chosen = np.take_along_axis(number, group, axis=1)
         return ways, np.tile(chosen, (1, slab.knobs.chunks))
 
-    def shards(self, slab: Slab) -> int:
-        """Ranks among which optimizer states are divided."""
-        return slab.dp if slab.knobs.zero else 1
+    def shards(self, slab: Slab, replicas: int | None = None) -> int:
+        """Ranks among which optimizer states are divided; of more replicas than the slab's own."""
+        return (replicas or slab.dp) if slab.knobs.zero else 1
 
     # -- splitting layers -----------------------------------------------------------------------
 
@@ -126,11 +126,15 @@ class Costs:
         extra[:, -1] += tail[stage[:, -1]]
         return layer[stage], np.maximum(extra, 0.0)
 
-    def most_layers(self, slab: Slab) -> Ints:
+    def most_layers(self, slab: Slab, shards: int | None = None) -> Ints:
         """Layers that each stage has memory for, shape (n, V); 0 where not even one fits.
 
         With several chunks per position memory is shared between them, so nothing is known before
         they are split: the answer is L.
+
+        Args:
+            slab: structures. shards: replicas that share optimizer states, when they are more than
+                the slab's.
         """
         ways, stage = self.ways_of_stages(slab)
         total = self.passes.num_layers
@@ -139,7 +143,7 @@ class Costs:
         live = self._live(slab)
         stages = slab.num_stages
         most = np.zeros(stage.shape, np.int64)
-        growth = [self.passes.growth(w, self.shards(slab)) for w in ways]
+        growth = [self.passes.growth(w, self.shards(slab, shards)) for w in ways]
         limits = np.array([self.passes.limit(w.pool) for w in ways])
         for p in range(stages):
             role = 3 if stages == 1 else 1 if p == 0 else 2 if p == stages - 1 else 0
@@ -158,8 +162,12 @@ class Costs:
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def memory(self, slab: Slab) -> tuple[Floats, Floats]:
-        """Predicted peak of each position, and its limit [B], shape (n, P) each."""
+    def memory(self, slab: Slab, shards: int | None = None) -> tuple[Floats, Floats]:
+        """Predicted peak of each position, and its limit [B], shape (n, P) each.
+
+        Args:
+            slab: candidates with layers. shards: as for ``most_layers``.
+        """
         ways, number = self._ways(slab)
         group, _ = slab.groups()
         low, high = slab.ranges()
@@ -176,7 +184,7 @@ class Costs:
             for turn in range(max(map(len, live))):
                 # A position with fewer maximal vectors repeats its last one.
                 held = np.array([x[min(turn, len(x) - 1)] for x in live])[place]
-                nbytes = self.passes.memory(way, self.shards(slab), first, last, held)
+                nbytes = self.passes.memory(way, self.shards(slab, shards), first, last, held)
                 peak[rows, place] = np.maximum(peak[rows, place], nbytes)
         return peak, limit
 
@@ -242,12 +250,15 @@ class Costs:
 
     # -- after the passes -----------------------------------------------------------------------
 
-    def sync(self, slab: Slab, in_step: bool = True, exact: bool = True) -> Sync:
+    def sync(
+        self, slab: Slab, in_step: bool = True, exact: bool = True, shards: int | None = None
+    ) -> Sync:
         """Gradient sums, updates and gathered parameters.
 
         Args:
             slab: candidates with layers. in_step: as for ``times``.
             exact: price every size of a collective; False interpolates between ``KNOTS`` sizes.
+            shards: replicas that share optimizer states, when they are more than the slab's.
         """
         job, passes = self.problem.job, self.passes
         ways, stage = self.ways_of_stages(slab)
@@ -256,10 +267,10 @@ class Costs:
         tp = np.array([w.tp for w in ways])[stage]
         dense, experts = passes.table.rank_params(first, last, tp, 1)
         _, owned = passes.table.rank_params(first, last, tp, slab.ep)
-        shards = self.shards(slab)
+        parts = self.shards(slab, shards)
         summed = dense + (experts if slab.ep == 1 else 0.0)
         update = np.zeros(stage.shape)
-        mine = dense / shards + owned / (shards if slab.ep == 1 else 1)
+        mine = dense / parts + owned / (parts if slab.ep == 1 else 1)
         for i, way in enumerate(ways):
             rows = stage == i
             sums = passes.seconds(way)[3]

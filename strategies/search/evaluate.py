@@ -31,7 +31,7 @@ from strategies.search.screen import (
     rough_times,
 )
 from strategies.search.shortlist import Incumbent, Shortlist
-from strategies.search.slab import Knobs, Slab, plan_key
+from strategies.search.slab import Knobs, Slab, plan_key, structure_key
 from strategies.search.space import blocks_of
 from strategies.search.split import moves
 from strategies.search.structures import (
@@ -46,6 +46,10 @@ __all__ = ["Effort", "Evaluator", "Progress"]
 Floats = NDArray[np.float64]
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many), called now and then."""
+
+
+FIRSTS = 16
+"""Plans of a slab that are remembered as possibly the best of their structure."""
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +77,10 @@ class Evaluator:
     Attributes:
         space: structures times knobs (times splits where they are enumerated). evaluated: plans
             whose time was estimated or computed. exact: those by the recurrence.
-        pruned: rule -> structures (plans, where enumerated) cut. bound: [s] least block bound.
-        ranked: the best plans by exact time. whole: True when the space was evaluated whole.
+        pruned: rule -> structures (plans, where enumerated) cut.
+        bound: [s] least m * L / sum(stages / layer time) of the structures that fit.
+        ranked: the best plans by exact time. firsts: structure -> its best plan.
+        whole: True when the space was evaluated whole.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Evaluator:
         self._knobs: dict[tuple[object, ...], list[Knobs]] = {}
         self.ranked = Shortlist(max(4 * keep, 64))
         self.incumbent = Incumbent(keep)
+        self.firsts: dict[bytes, tuple[float, Slab]] = {}
 
     # -- helpers --------------------------------------------------------------------------------
 
@@ -142,9 +149,21 @@ class Evaluator:
         for slab, price, found in zip(
             slabs, prices, exact_times(self.costs, slabs, cut), strict=True
         ):
+            scores = found * price
             self.exact += len(slab)
-            self.incumbent.add(found * price)
-            self.ranked.add(slab, found * price)
+            self.incumbent.add(scores)
+            self.ranked.add(slab, scores)
+            for row in np.argsort(scores)[:FIRSTS].tolist():
+                key = structure_key(slab, row)
+                if scores[row] < self.firsts.get(key, (math.inf, None))[0]:
+                    self.firsts[key] = (float(scores[row]), slab.take(slice(row, row + 1)))
+
+    def best(self, count: int, alike: int) -> list[tuple[float, Slab]]:
+        """The best plans, at most ``alike`` of one structure, in order."""
+        found = self.ranked.best(count, alike)
+        known = {plan_key(slab) for _, slab in found}
+        others = [f for f in self.firsts.values() if plan_key(f[1]) not in known]
+        return sorted([*found, *others], key=lambda f: f[0])[:count]
 
     # -- the search -----------------------------------------------------------------------------
 
@@ -157,7 +176,6 @@ class Evaluator:
 
     def _run(self, pools: tuple[Pool, ...]) -> None:
         blocks = blocks_of(self.costs, pools, self.choices, knobs=self._possible_knobs())
-        self.bound = min((b.bound for b in blocks), default=math.inf)
         total = self.costs.passes.num_layers
         sizes = [self._size(b) for b in blocks]
         self.whole = sum(s for s, _ in sizes) <= self.effort.exhaustive
@@ -231,8 +249,17 @@ class Evaluator:
                 for first in range(0, len(legal), step):
                     part = legal.take(slice(first, first + step)).with_knobs(knobs)
                     plans = every_split(self.costs, part, self.pruned)
-                    self.evaluated += len(plans)
+                    self._note(plans)
                     self._judge([plans])
+
+    def _note(self, placed: Slab) -> None:
+        """Count candidates that fit, and keep the least bound among them."""
+        self.evaluated += len(placed)
+        if len(placed):
+            unit, _ = self.costs.layer_times(placed)
+            rate = (1.0 / unit[:, : placed.num_stages]).sum(axis=1).max()
+            work = placed.num_microbatches * self.costs.passes.num_layers
+            self.bound = min(self.bound, work / float(rate))
 
     def _sequence_rows(self, slab: Slab, knobs: Knobs) -> Slab:
         """Rows for which sequence parallelism means something."""
@@ -253,7 +280,7 @@ class Evaluator:
             for first in range(0, len(slab), CHUNK):
                 part = slab.take(slice(first, first + CHUNK)).with_knobs(screening_knobs(options))
                 placed = place_layers(self.costs, part, self.pruned)
-                self.evaluated += len(placed)
+                self._note(placed)
                 if len(placed):
                     scores = rough_times(self.costs, placed) * self.price(placed)
                     screened.add(placed, scores)

@@ -85,11 +85,15 @@ def count_splits(num_layers: int, stages: int) -> int:
     return math.comb(num_layers - 1, stages - 1) if stages <= num_layers else 0
 
 
-def fits(costs: Costs, slab: Slab) -> NDArray[np.bool_]:
-    """Which candidates fit into memory."""
+def fits(costs: Costs, slab: Slab, shards: int | None = None) -> Bools:
+    """Which candidates fit into memory.
+
+    Args:
+        costs: of the problem. slab: candidates with layers. shards: as for ``Costs.most_layers``.
+    """
     if not len(slab):
         return np.zeros(0, np.bool_)
-    peak, limit = costs.memory(slab)
+    peak, limit = costs.memory(slab, shards)
     return np.asarray((peak <= limit).all(axis=1))
 
 

@@ -40,6 +40,7 @@ def blocks_of(
     *,
     rich: bool = True,
     knobs: Sequence[Knobs] = (),
+    probe: bool = True,
 ) -> list[Block]:
     """All blocks, the one with the lowest bound first.
 
@@ -47,6 +48,7 @@ def blocks_of(
         costs: of the problem. pools: to choose from. choices: pins.
         rich: every number of stages a pool has room for; False the largest only.
         knobs: that plans may have, which decide what filling is sure to cost.
+        probe: leave out options that cannot hold one layer.
     """
     problem = costs.problem
     chosen: list[tuple[tuple[Pool, ...], tuple[tuple[Option, ...], ...], tuple[int, int, int]]] = []
@@ -57,7 +59,7 @@ def blocks_of(
             for pool in order:
                 key = (pool.name, len(pool.nodes), microbatch, dp, ep)
                 if key not in known:
-                    known[key] = pool_options(costs, pool, microbatch, dp, ep, choices, rich)
+                    known[key] = pool_options(costs, pool, microbatch, dp, ep, choices, rich, probe)
                 options.append(known[key])
             if all(options):
                 chosen.append((order, tuple(options), (microbatch, dp, ep)))
@@ -124,6 +126,7 @@ def pool_options(
     ep: int,
     choices: Choices,
     rich: bool,
+    probe: bool = True,
 ) -> tuple[Option, ...]:
     """Ways to run a group on a pool, those that cannot hold one layer left out (rule c)."""
     problem, passes = costs.problem, costs.passes
@@ -136,7 +139,7 @@ def pool_options(
         if choices.pp is not None:
             room = min(room, choices.pp)
         for mode in modes_of(problem, choices) if room else ():
-            probe = Slab(
+            single = Slab(
                 pools=(pool,),
                 dp=dp,
                 microbatch=microbatch,
@@ -148,9 +151,9 @@ def pool_options(
                 recompute=np.array([[mode]]),
                 layers=np.zeros((1, 0), np.int64),
             )
-            way = Way.of(pool, tp, mode, probe)
-            idle, busy = passes.growth(way, costs.shards(probe))
-            if idle[0, 0] + busy[0, 0] > passes.limit(pool):
+            way = Way.of(pool, tp, mode, single)
+            idle, busy = passes.growth(way, costs.shards(single))
+            if probe and idle[0, 0] + busy[0, 0] > passes.limit(pool):
                 continue
             steps = np.diff(passes.seconds(way)[:3].sum(axis=0))
             layer = max(float(steps.min()), 1e-15)

@@ -1,0 +1,327 @@
+"""Replicas on unlike accelerators: every replica is a pipeline on one pool, all have the same cuts.
+
+The second family of plans (AMP, Whale): pool k holds dp_k replicas with their own tp and
+recomputation, and each takes m_k microbatches so that sum(dp_k m_k) microbatch is the global batch;
+gradients are weighted by tokens, so the mathematics is the same. Structures are cut by total work
+over total speed; in the rest microbatches and layers are shared out by speed, and times are exact:
+each pool's pipeline by the recurrence, then one gradient sum over all replicas of a stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.cost.collective import collective_cost
+from sim.model.amounts import dtype_bytes
+from sim.plan.draft import CellKnobs, DataKnobs, PlanDraft, TensorKnobs
+from sim.problem import Problem
+from strategies.base import divisors
+from strategies.search.costs import Costs
+from strategies.search.drafts import pipeline_knobs
+from strategies.search.options import Choices, knobs_for, modes_of, screening_knobs
+from strategies.search.passes import Way
+from strategies.search.pools import Pool, slots
+from strategies.search.recurrence import Ready, Sync, run_pipeline, synchronise
+from strategies.search.screen import fits
+from strategies.search.slab import RECOMPUTE, Knobs, Slab
+from strategies.search.space import MAX_MICROBATCH
+from strategies.search.split import split_min_max
+from strategies.search.wires import stage_cells
+from strategies.tensor.megatron import tp_sizes
+
+__all__ = ["MixedPlan", "draft_of_mixed", "search_replicas"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MOST = 24
+"""Most structures of one microbatch size, subset and number of stages that are looked into."""
+
+
+class MixedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan of this family.
+
+    Args:
+        parts: one slab of one row per pool (its dp, m, tp, recomputation and the common layers).
+        seconds: [s] exact, messages in step. bound: [s] total work over total speed.
+    """
+
+    parts: tuple[Slab, ...]
+    seconds: float
+    bound: float
+
+
+def search_replicas(
+    costs: Costs,
+    pools: tuple[Pool, ...],
+    choices: Choices,
+    incumbent: float,
+    keep: int,
+    pruned: Counter[str],
+) -> tuple[list[MixedPlan], int, int]:
+    """The best plans of this family.
+
+    Args:
+        costs: of the problem. pools, choices: what may be used.
+        incumbent: [s] structures whose bound is above are cut ("bound").
+        keep: how many to return. pruned: counts by rule, updated.
+
+    Returns:
+        Plans, best first; how many structures there are; how many were evaluated.
+    """
+    coarse: list[tuple[float, tuple[_Part, ...], float]] = []
+    space = evaluated = 0
+    if choices.dp is not None or choices.ep not in (None, 1) or len(pools) < 2:
+        return [], 0, 0
+    for per_pool in _families(costs, pools, choices):
+        limit = min(incumbent, coarse[keep - 1][0] if len(coarse) >= keep else math.inf)
+        total = costs.problem.job.global_batch // per_pool[0][0].microbatch
+        bounds = total * costs.passes.num_layers / _speeds(per_pool)
+        space += bounds.size
+        rows = np.argwhere(bounds <= limit)
+        pruned["bound"] += bounds.size - len(rows)
+        order = np.argsort(bounds[tuple(rows.T)], kind="stable")
+        pruned["beam"] += max(0, len(order) - MOST)
+        for row in rows[order[:MOST]].tolist():
+            parts = tuple(options[i] for options, i in zip(per_pool, row, strict=True))
+            bound = float(bounds[tuple(row)])
+            first = _plans(costs, parts, choices, bound, pruned, all_of_them=False)
+            evaluated += len(first)
+            coarse += [(plan.seconds, parts, bound) for plan in first]
+        coarse = sorted(coarse, key=lambda c: c[0])[: 2 * keep]
+    best: list[MixedPlan] = []
+    for _, parts, bound in coarse:
+        plans = _plans(costs, parts, choices, bound, Counter(), all_of_them=True)
+        evaluated += len(plans)
+        best += sorted(plans, key=lambda p: p.seconds)[:2]
+    return sorted(best, key=lambda p: p.seconds)[:keep], space, evaluated
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One pool's replicas before microbatches and layers are shared out."""
+
+    pool: Pool
+    tp: int
+    recompute: int
+    dp: int
+    stages: int
+    microbatch: int
+    way: Way
+    layer_s: float
+
+
+def _speeds(per_pool: list[list[_Part]]) -> Floats:
+    """Layers per second of every combination, one axis per pool."""
+    found = np.zeros(())
+    for options in per_pool:
+        own = np.array([p.dp * p.stages / p.layer_s for p in options])
+        found = np.add.outer(found, own)
+    return found
+
+
+def _families(
+    costs: Costs, pools: tuple[Pool, ...], choices: Choices
+) -> Iterator[list[list[_Part]]]:
+    """Options of every pool, per microbatch size, subset of the pools and number of stages."""
+    problem, passes = costs.problem, costs.passes
+    measured = {t.microbatch for t in problem.model.times}
+    sizes = [
+        b
+        for b in divisors(problem.job.global_batch)
+        if choices.microbatch in (None, b)
+        and (choices.microbatch is not None or b <= MAX_MICROBATCH)
+        and (not measured or b in measured)
+    ]
+    subsets = [
+        s
+        for n in range(len(pools), 1, -1)
+        for s in itertools.combinations(pools, n)
+        if n == len(pools) or not choices.all_types
+    ]
+    for microbatch, subset in itertools.product(sizes, subsets):
+        most = min(len(slots(p, 1)) for p in subset)
+        for stages in range(1, min(most, passes.num_layers) + 1):
+            if choices.pp not in (None, stages):
+                continue
+            per_pool = [_parts(costs, p, choices, microbatch, stages) for p in subset]
+            if all(per_pool):
+                yield per_pool
+
+
+def _parts(costs: Costs, pool: Pool, choices: Choices, microbatch: int, stages: int) -> list[_Part]:
+    found = []
+    for tp in tp_sizes(costs.problem, pool.chips)[0]:
+        dp = len(slots(pool, tp)) // stages
+        if dp == 0 or choices.tp not in (None, tp):
+            continue
+        for mode in modes_of(costs.problem, choices):
+            way = Way(pool, tp, mode, microbatch, False, 1, 0, False)
+            layer = float(np.diff(costs.passes.seconds(way)[:3].sum(axis=0)).min())
+            found.append(_Part(pool, tp, mode, dp, stages, microbatch, way, max(layer, 1e-15)))
+    return found
+
+
+def _plans(
+    costs: Costs,
+    parts: tuple[_Part, ...],
+    choices: Choices,
+    bound: float,
+    pruned: Counter[str],
+    *,
+    all_of_them: bool,
+) -> list[MixedPlan]:
+    """Plans of one structure that fit, one per set of knobs and sharing of microbatches.
+
+    Without ``all_of_them`` only the sharing nearest to the speeds under the screening knobs.
+    """
+    problem = costs.problem
+    total = problem.job.global_batch // parts[0].microbatch
+    found: list[MixedPlan] = []
+    knobs = knobs_for(
+        problem, choices, num_stages=parts[0].stages, num_microbatches=1, dp=2,
+        tps=frozenset(p.tp for p in parts),
+    )  # fmt: skip
+    knobs = [k for k in knobs if not k.scatter and k.chunks == 1]
+    sharings = _shares(parts, total)
+    if not all_of_them and knobs:
+        knobs, sharings = [screening_knobs(knobs)], sharings[:1]
+    for shares in sharings:
+        for k in knobs:
+            slabs = [_slab(p, m, k) for p, m in zip(parts, shares, strict=True)]
+            layers = _layers(costs, slabs)
+            if layers is None:
+                pruned["memory"] += 1
+                continue
+            placed = [s.with_layers(layers) for s in slabs]
+            if not all(fits(costs, s, shards=sum(p.dp for p in parts))[0] for s in placed):
+                pruned["memory"] += 1
+                continue
+            seconds = _seconds(costs, placed)
+            found.append(MixedPlan(parts=tuple(placed), seconds=seconds, bound=bound))
+    return found
+
+
+def _shares(parts: tuple[_Part, ...], total: int) -> list[tuple[int, ...]]:
+    """Microbatches per replica: near the pools' speeds, adding up exactly."""
+    speed = np.array([p.stages / p.layer_s for p in parts])
+    dps = [p.dp for p in parts]
+    ideal = total * speed / sum(d * s for d, s in zip(dps, speed, strict=True))
+    near = [sorted({max(1, math.floor(x) + k) for k in (-1, 0, 1, 2)}) for x in ideal[:-1].tolist()]
+    found = []
+    for head in itertools.product(*near):
+        left = total - sum(d * m for d, m in zip(dps, head, strict=False))
+        if left > 0 and left % dps[-1] == 0:
+            found.append((*head, left // dps[-1]))
+    # The sharing under which the slowest pool is fastest comes first.
+    return sorted(found, key=lambda m: max(x / s for x, s in zip(m, speed.tolist(), strict=True)))
+
+
+def _slab(part: _Part, m: int, knobs: Knobs) -> Slab:
+    return Slab(
+        pools=(part.pool,),
+        dp=part.dp,
+        microbatch=part.microbatch,
+        num_microbatches=m,
+        knobs=knobs,
+        tp=np.array([[part.tp]]),
+        pp=np.array([[part.stages]]),
+        recompute=np.array([[part.recompute]]),
+        layers=np.zeros((1, 0), np.int64),
+    )
+
+
+def _layers(costs: Costs, slabs: list[Slab]) -> Ints | None:
+    """Common layers per stage: the slowest pool's work counts, every pool's memory limits."""
+    shards = sum(s.dp for s in slabs)
+    times = [costs.layer_times(s) for s in slabs]
+    most = np.minimum.reduce([costs.most_layers(s, shards=shards) for s in slabs])
+    unit = np.maximum.reduce([t[0] for t in times])
+    extra = np.maximum.reduce([t[1] for t in times])
+    layers, possible = split_min_max(costs.passes.num_layers, unit, extra, most)
+    return layers if possible[0] else None
+
+
+def _seconds(costs: Costs, placed: list[Slab]) -> float:
+    """Exact step time [s]: every pool's passes, then one sum over all replicas."""
+    ready = [run_pipeline(s.shape, costs.times(s)) for s in placed]
+    gradient = np.maximum.reduce([r.gradient for r in ready])
+    sums = [costs.sync(s, shards=sum(x.dp for x in placed)) for s in placed]
+    reduce, unshard = _sums(costs, placed)
+    ends = []
+    for r, own in zip(ready, sums, strict=True):
+        sync = Sync(
+            reduce=reduce, reduce_experts=0 * reduce, update=own.update, unshard=unshard,
+            embed=own.embed, barrier=own.barrier,
+        )  # fmt: skip
+        ends.append(float(synchronise(Ready(gradient, r.free), sync)[0]))
+    return max(ends)
+
+
+def _sums(costs: Costs, placed: list[Slab]) -> tuple[Floats, Floats]:
+    """Gradient sums and gathered parameters of every stage over all replicas [s]."""
+    problem, passes = costs.problem, costs.passes
+    low, high = placed[0].ranges()
+    stages = placed[0].num_stages
+    zero, job = placed[0].knobs.zero, problem.job
+    fine = max(int(s.tp[0, 0]) for s in placed)
+    dense, experts = passes.table.rank_params(passes.starts[low], passes.starts[high], fine, 1)
+    reduce, unshard = np.zeros((1, stages)), np.zeros((1, stages))
+    for p in range(stages):
+        chips = [
+            cell[0]
+            for s in placed
+            for cell in stage_cells(s.pools[0], int(s.tp[0, 0]), stages, s.dp, p, False).chips
+        ]
+        elements = float((dense + experts)[0, p])
+        kind = "reduce_scatter" if zero else "all_reduce"
+        width = elements * dtype_bytes(job.reduction_dtype)
+        machine = problem.machine
+        reduce[0, p] = collective_cost(machine, kind, chips, width, share=fine).seconds
+        if zero:
+            nbytes = elements * job.param_bytes
+            unshard[0, p] = collective_cost(
+                machine, "all_gather", chips, nbytes, share=fine
+            ).seconds
+    return reduce, unshard
+
+
+def draft_of_mixed(problem: Problem, plan: MixedPlan) -> PlanDraft:
+    """Write a plan of this family down as a draft."""
+    knobs = plan.parts[0].knobs
+    stages = plan.parts[0].num_stages
+    cells: list[CellKnobs] = []
+    for p in range(stages):
+        replica = 0
+        for s in plan.parts:
+            tp = int(s.tp[0, 0])
+            for chips in stage_cells(s.pools[0], tp, stages, s.dp, p, False).chips:
+                mode = RECOMPUTE[int(s.recompute[0, 0])]
+                cells.append(
+                    CellKnobs(stage=p, replica=replica, chips=chips, tp=tp, recompute=mode)
+                )
+                replica += 1
+    name = " | ".join(
+        f"{s.pools[0].name} dp {s.dp} x tp{int(s.tp[0, 0])}"
+        + (f" {RECOMPUTE[int(s.recompute[0, 0])]}" if s.recompute[0, 0] else "")
+        + f" x {s.num_microbatches} microbatches"
+        for s in plan.parts
+    )
+    return PlanDraft(
+        name=f"{name}, pp {stages}",
+        cells=tuple(cells),
+        pipeline=pipeline_knobs(
+            problem, plan.parts[0].layers[0].tolist(), knobs, plan.parts[0].microbatch
+        ),
+        data=DataKnobs(
+            microbatches=tuple(s.num_microbatches for s in plan.parts for _ in range(s.dp)),
+            zero=knobs.zero,
+        ),
+        tensor=TensorKnobs(sequence_parallel=knobs.sequence_parallel),
+        knobs={"search": msgspec.to_builtins(knobs._asdict())},
+    )

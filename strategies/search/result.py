@@ -1,0 +1,86 @@
+"""What a search found, and what it rests on."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sim.engine.simulate import Run
+from sim.plan.plan import Plan
+from sim.problem import Problem
+
+__all__ = ["Finalist", "SearchResult"]
+
+
+class Finalist(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was simulated.
+
+    Args:
+        plan: complete. estimate_s: [s] step time by the recurrence, messages in step.
+        step_time_s: [s] by the engine, or the estimate when the search was stopped before.
+        score: what was minimised: the step time, or [USD] per step.
+        simulated: True when ``step_time_s`` is the engine's.
+    """
+
+    plan: Plan
+    estimate_s: float
+    step_time_s: float
+    score: float
+    simulated: bool = True
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan and how it was found.
+
+    Args:
+        problem: what was planned. plan: the best one. run: its simulation, one step.
+        finalists: simulated plans, best first.
+        space: plans of the space; before their layers are split, unless ``whole``.
+        evaluated: plans whose time was estimated or computed; exact: those by the recurrence.
+        pruned: rule -> how many of the space were cut (see strategies.search.structures).
+        wall_s: [s] of the whole search.
+        bound_s: [s] m * L / sum(stages / layer time), the least over all structures that fit into
+            memory; step times of the space cannot be below it.
+        plan_bound_s: [s] the same for the sizes of the best plan.
+        whole: the space was evaluated completely by the recurrence. stopped: it was cut short by
+            the budget or by Ctrl-C.
+        binding: which constraint bound the plan, in words. next_best: what the best plan of
+            another structure gives up, in words, or "".
+    """
+
+    problem: Problem
+    plan: Plan
+    run: Run
+    finalists: tuple[Finalist, ...]
+    space: int
+    evaluated: int
+    exact: int
+    pruned: dict[str, int]
+    wall_s: float
+    bound_s: float
+    plan_bound_s: float
+    whole: bool
+    stopped: bool
+    binding: str
+    next_best: str
+
+    @property
+    def step_time_s(self) -> float:
+        """Step time of the best plan [s]."""
+        return self.finalists[0].step_time_s
+
+    @property
+    def gap(self) -> float:
+        """Step time of the best plan over the bound of the space, minus 1."""
+        return self.step_time_s / self.bound_s - 1.0
+
+    @property
+    def plan_gap(self) -> float:
+        """Step time over the bound of the plan's own sizes, minus 1: filling, sums, unevenness."""
+        return self.step_time_s / self.plan_bound_s - 1.0
+
+    def __repr__(self) -> str:
+        """One line: plan, step time, effort."""
+        return (
+            f"SearchResult({self.plan.name}: {self.step_time_s:.4g} s a step, "
+            f"{self.evaluated:,} of {self.space:,} evaluated in {self.wall_s:.2f} s)"
+        )

@@ -1,0 +1,188 @@
+"""The one entry point: ``search(problem)`` returns the best plan and what it rests on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sim.engine.simulate import simulate
+from sim.errors import InfeasibleError
+from sim.problem import Problem
+from strategies.search.costs import Costs
+from strategies.search.drafts import draft_of
+from strategies.search.evaluate import Effort, Evaluator, Progress
+from strategies.search.finalists import Contender, play
+from strategies.search.options import choices_of
+from strategies.search.pools import Pool, pools_of
+from strategies.search.replicas import MixedPlan, draft_of_mixed, search_replicas
+from strategies.search.result import Finalist, SearchResult
+from strategies.search.slab import Slab, structure_key
+from strategies.search.store import RunTable
+from strategies.search.verdict import binding_constraint, infeasible, structure_bound
+
+__all__ = ["search"]
+
+ALIKE = 3
+"""Most finalists that differ in layers and knobs only."""
+WIDEN = 4
+"""Most simulated plans, as a multiple of ``top``."""
+
+
+def search(
+    problem: Problem,
+    *,
+    budget: float | None = None,
+    pins: Mapping[str, Any] | None = None,
+    top: int = 8,
+    progress: Progress | None = None,
+    store: RunTable | str | Path | None = None,
+    contention: bool = True,
+    effort: Effort | None = None,
+    pools: tuple[Pool, ...] | None = None,
+    n_jobs: int = 1,
+) -> SearchResult:
+    """Find the best plan for a problem.
+
+    Closed form over the structures, the exact recurrence over the best of them, the engine over the
+    ``top``. Unlike pipelines and unlike replicas are both searched. Ctrl-C and the budget return
+    the best found so far.
+
+    Args:
+        problem: cluster, model, job; the job's pins and objective hold.
+        budget: [s] after which nothing new is started, None for no limit.
+        pins: knobs taken out of the search, see strategies.search.options.Choices; they win over
+            the job's.
+        top: fewest plans that are simulated. progress: called with (what, done, of how many).
+        store: a run table (or its path): simulations it knows are not repeated.
+        contention: transfers share links. effort: how much is looked at.
+        pools: chips to plan for, in the order of stages; None for all of the machine's.
+        n_jobs: processes that simulate finalists.
+
+    Raises:
+        InfeasibleError: nothing fits, or not within the job's step time; names the cell that is
+            short, by how much, and the cheapest change.
+        UsageError: an unknown pin.
+    """
+    began = time.monotonic()
+    choices = choices_of(problem, pins)
+    effort = effort or Effort()
+    costs = Costs(problem)
+    chosen = pools if pools is not None else pools_of(problem.machine, choices.accelerators)
+    deadline = began + budget if budget is not None else math.inf
+    evaluator = Evaluator(costs, choices, effort, top, deadline=deadline, progress=progress)
+    if choices.families != "replicas":
+        evaluator.run(chosen)
+    mixed: list[MixedPlan] = []
+    if choices.families != "pipeline" and not evaluator.stopped:
+        mixed = _replicas(evaluator, chosen, top)
+    contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
+    if not contenders:
+        raise infeasible(costs, chosen, choices)
+    table = RunTable(store) if isinstance(store, str | Path) else store
+    played, complete = play(
+        problem,
+        [c for c, _ in contenders],
+        top,
+        contention=contention,
+        n_jobs=n_jobs,
+        store=table,
+        progress=progress,
+    )
+    slab_of = {id(c): slab for c, slab in contenders}
+    best, winner = played[0]
+    _check_limit(problem, best)
+    run = simulate(best.plan, problem, contention=contention)
+    slab = slab_of[id(winner)]
+    binding = (
+        binding_constraint(costs, slab, best.estimate_s)
+        if slab is not None
+        else "compute of the replicas"
+    )
+    bound = min([evaluator.bound, *(m.bound for m in mixed)])
+    return SearchResult(
+        problem=problem,
+        plan=best.plan,
+        run=run,
+        finalists=tuple(f for f, _ in played),
+        space=evaluator.space,
+        evaluated=evaluator.evaluated,
+        exact=evaluator.exact,
+        pruned={k: v for k, v in sorted(evaluator.pruned.items()) if v},
+        wall_s=time.monotonic() - began,
+        bound_s=bound,
+        plan_bound_s=winner.plan_bound_s,
+        whole=evaluator.whole,
+        stopped=evaluator.stopped or not complete,
+        binding=binding,
+        next_best=_next_best(played, winner),
+    )
+
+
+def _replicas(evaluator: Evaluator, pools: tuple[Pool, ...], top: int) -> list[MixedPlan]:
+    try:
+        mixed, space, evaluated = search_replicas(
+            evaluator.costs,
+            pools,
+            evaluator.choices,
+            evaluator.incumbent.value,
+            top,
+            evaluator.pruned,
+        )
+    except KeyboardInterrupt:
+        evaluator.stopped = True
+        return []
+    evaluator.space += space
+    evaluator.evaluated += evaluated
+    evaluator.exact += evaluated
+    return mixed
+
+
+def _contenders(
+    problem: Problem, evaluator: Evaluator, mixed: list[MixedPlan], top: int
+) -> list[tuple[Contender, Slab | None]]:
+    """The ``top`` plans of both families, best first."""
+    found: list[tuple[float, Contender, Slab | None]] = []
+    for score, slab in evaluator.best(top, ALIKE):
+        price = float(evaluator.price(slab)[0])
+        contender = Contender(
+            draft=draft_of(problem, slab),
+            estimate_s=score / price,
+            price=price,
+            structure=structure_key(slab),
+            plan_bound_s=structure_bound(evaluator.costs, slab),
+        )
+        found.append((score, contender, slab))
+    for plan in mixed:
+        price = sum(float(evaluator.price(s)[0]) for s in plan.parts)
+        price = price if problem.job.objective == "cost" else 1.0
+        contender = Contender(
+            draft=draft_of_mixed(problem, plan),
+            estimate_s=plan.seconds,
+            price=price,
+            structure=b"|".join(structure_key(s) for s in plan.parts),
+            plan_bound_s=plan.bound,
+        )
+        found.append((plan.seconds * price, contender, None))
+    found.sort(key=lambda f: f[0])
+    return [(c, slab) for _, c, slab in found[:top]]
+
+
+def _check_limit(problem: Problem, best: Finalist) -> None:
+    limit = problem.job.limits.max_step_time_s
+    if limit and best.step_time_s > limit:
+        raise InfeasibleError(
+            f"the fastest plan ({best.plan.name}) takes {best.step_time_s:.4g} s a step, "
+            f"{best.step_time_s - limit:.4g} s more than the job allows",
+            f"limits.max_step_time of {limit:.4g} s",
+        )
+
+
+def _next_best(played: list[tuple[Finalist, Contender]], winner: Contender) -> str:
+    for finalist, contender in played[1:]:
+        if contender.structure != winner.structure:
+            worse = 100 * (finalist.score / played[0][0].score - 1)
+            return f"{finalist.plan.name}: +{worse:.1f} %"
+    return ""
