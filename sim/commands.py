@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from sim.plan.plan import Plan
     from sim.problem import Problem
+    from sim.report.metrics import Metrics
     from sim.spec.load import Source
 
-__all__ = ["fail_if", "register"]
+__all__ = ["fail_if", "numbers_of", "register"]
 
 _CONDITION = re.compile(r"\s*(?P<key>\w+)\s*(?P<op><=|>=|<|>)\s*(?P<value>\S.*?)\s*\Z")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -55,6 +56,14 @@ def fail_if(conditions: list[str], metrics: dict[str, float]) -> None:
         limit = float(raw) if is_number else parse_quantity(raw, "seconds")
         if _COMPARE[match["op"]](metrics[names[0]], limit):
             raise ThresholdError(f"{names[0]} is {metrics[names[0]]:.6g}: --fail-if {text} holds")
+
+
+def numbers_of(metrics: Metrics) -> dict[str, float]:
+    """The metrics that are numbers, by name."""
+    import msgspec
+
+    values = msgspec.to_builtins(metrics)
+    return {k: v for k, v in values.items() if isinstance(v, int | float)}
 
 
 def register(app: typer.Typer) -> None:
@@ -100,10 +109,7 @@ def _simulate(
         logger.info("picture: %s", report.save_gantt(gantt))
     if trace is not None:
         logger.info("trace: %s", report.save_trace(trace))
-    import msgspec
-
-    values = msgspec.to_builtins(document.metrics)
-    fail_if(fail or [], {k: v for k, v in values.items() if isinstance(v, int | float)})
+    fail_if(fail or [], numbers_of(report.metrics))
 
 
 def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:

@@ -1,0 +1,206 @@
+"""The commands of ``strategies``: plan and demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sim.cli_output import JsonOption, emit, emit_text, logger, progress, stderr_console
+from sim.commands import fail_if, numbers_of
+from sim.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sim.problem import Problem
+    from sim.report.document import PlanDocument
+    from sim.report.report import Report
+    from strategies.search import SearchResult
+
+__all__ = ["register"]
+
+DEMO_CLUSTER, DEMO_MODEL = "v100_t4", "gpt2_355m"
+DEMO_FOLDER = Path("hetlab-demo")
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a value: job.global_batch=512, cluster.PATH=..."),
+]
+PinOption = Annotated[
+    list[str] | None, typer.Option("--pin", help="Take a knob out of the search: tp=8.")
+]
+TopOption = Annotated[int, typer.Option(min=1, help="Plans that are simulated at the end.")]
+BudgetOption = Annotated[
+    float | None, typer.Option(min=0.0, help="Seconds after which nothing new is started.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``plan`` and ``demo``."""
+    app.command("plan")(_plan)
+    app.command("demo")(_demo)
+
+
+def _plan(
+    cluster: Annotated[str, typer.Argument(help="Cluster file, or a bundled name.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face config.json or measured.yaml.")],
+    job: Annotated[str, typer.Argument(help="Job file, or a bundled name.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here ('-' for stdout).")
+    ] = None,
+    overrides: SetOption = None,
+    pin: PinOption = None,
+    top: TopOption = 8,
+    budget: BudgetOption = None,
+    contention: Annotated[bool, typer.Option(help="Transfers share links.")] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate.")] = 1,
+    store: Annotated[
+        Path | None, typer.Option(help="Run table: known simulations are not repeated.")
+    ] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option("--fail-if", help="Exit 5 if this holds: step_time>2s.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best plan for a cluster, a model and a job."""
+    from sim.problem import load_problem
+    from strategies.search import search
+
+    problem = load_problem(cluster, model, job, overrides or ())
+    with _shown() as show:
+        result = search(
+            problem,
+            pins=_pins(pin),
+            top=top,
+            budget=budget,
+            progress=show,
+            store=store,
+            contention=contention,
+            n_jobs=jobs,
+        )
+    report, document = _report(result)
+    to_stdout = str(output) == "-"
+    if to_stdout:
+        _write_plan(result, None)
+    else:
+        emit(document, lambda console: _print(console, document, result), as_json)
+    if output is not None and not to_stdout:
+        _write_plan(result, output)
+    fail_if(fail or [], numbers_of(report.metrics))
+
+
+def _demo(
+    cluster: Annotated[str, typer.Option(help="Another cluster: a file or bundled name.")] = "",
+    model: Annotated[str, typer.Option(help="Another model.")] = "",
+    job: Annotated[str, typer.Option(help="Another job.")] = "",
+    folder: Annotated[Path, typer.Option(help="Where picture, trace and plan go.")] = DEMO_FOLDER,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan and simulate the bundled job: 12 V100 + 4 T4, GPT-2 355M."""
+    from sim.plan.io import save_plan
+    from strategies.search import search
+
+    problem = _demo_problem(cluster, model, job)
+    with _shown() as show:
+        result = search(problem, progress=show)
+    report, document = _report(result)
+    emit(document, lambda console: _print_demo(console, document, result, report), as_json)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_plan(result.plan, folder / "plan.json")
+    written = {
+        "plan": folder / "plan.json",
+        "picture": report.save_gantt(folder / "gantt.png"),
+        "trace": report.save_trace(folder / "trace.json.gz"),
+    }
+    for what, path in written.items():
+        logger.info("%s: %s", what, path)
+
+
+def _demo_problem(cluster: str, model: str, job: str) -> Problem:
+    """The bundled job, on any cluster; a bundled cluster brings its own job and model."""
+    import hardware_profiles
+    from sim.problem import load_problem
+    from sim.spec.load import read_source
+
+    cluster = cluster or DEMO_CLUSTER
+    jobs = hardware_profiles.folder("jobs")
+    bundled = (jobs / f"{cluster}.yaml").is_file()
+    job = job or (cluster if bundled else DEMO_CLUSTER)
+    if not model and bundled and job == cluster:
+        model = str(read_source(Path(str(jobs / f"{job}.yaml"))).data["name"])
+    return load_problem(cluster, model or DEMO_MODEL, job)
+
+
+def _pins(texts: list[str] | None) -> dict[str, str]:
+    pins = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise UsageError(f"--pin {text}: expected KNOB=VALUE, e.g. tp=8")
+        pins[name.strip()] = value.strip()
+    return pins
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a search's progress on stderr; silent when stderr is no terminal."""
+    if not stderr_console().is_terminal:
+        yield lambda what, done, total: None
+        return
+    with progress("searching") as _:
+        console = stderr_console()
+        last = [""]
+
+        def show(what: str, done: int, total: int) -> None:
+            if what != last[0]:
+                last[0] = what
+                console.print(f"  {what}: {total:,}" if total else f"  {what}", style="dim")
+
+        yield show
+
+
+def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
+    from sim.report.document import SearchFacts
+    from sim.report.report import report_of
+
+    report = report_of(result.run, result.problem)
+    facts = SearchFacts(
+        space=result.space,
+        evaluated=result.evaluated,
+        pruned=sum(result.pruned.values()),
+        wall_s=result.wall_s,
+    )
+    return report, report.plan_document(facts)
+
+
+def _print(console: Console, document: PlanDocument, result: SearchResult) -> None:
+    from sim.report.table import print_plan
+
+    print_plan(console, document)
+    console.print(f"bound by {result.binding}", highlight=False)
+    if result.next_best:
+        console.print(f"next best: {result.next_best}", highlight=False)
+    if result.stopped:
+        console.print("the search was stopped early: this is the best found so far")
+
+
+def _print_demo(
+    console: Console, document: PlanDocument, result: SearchResult, report: Report
+) -> None:
+    _print(console, document, result)
+    console.print()
+    console.print(report.text(max(60, min(console.width, 120))), highlight=False, markup=False)
+
+
+def _write_plan(result: SearchResult, path: Path | None) -> None:
+    from sim.plan.io import plan_to_json, save_plan
+
+    if path is None:
+        emit_text(plan_to_json(result.plan).decode())
+    else:
+        save_plan(result.plan, path)
+        logger.info("plan: %s", path)
