@@ -83,6 +83,7 @@ class Passes:
         self.equal = len({len(u) and u for u in units[1:-1]}) <= 1
         self.elements = _crossing(problem, self.starts)
         self._seconds: dict[Way, Floats] = {}
+        self._least: dict[Way, float] = {}
         self._memory: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def seconds(self, way: Way) -> Floats:
@@ -90,6 +91,14 @@ class Passes:
         found = self._seconds.get(way)
         if found is None:
             found = self._seconds[way] = self._price(way)
+        return found
+
+    def least_layer(self, way: Way) -> float:
+        """Passes of the fastest unit [s], never zero."""
+        found = self._least.get(way)
+        if found is None:
+            steps = np.diff(self.seconds(way)[:3].sum(axis=0))
+            found = self._least[way] = max(float(steps.min()), 1e-15)
         return found
 
     def forward_share(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -42,6 +42,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST = 24
 """Most structures of one microbatch size, subset and number of stages that are looked into."""
+MOST_IN_ALL = 400
+"""Most structures that are looked into, those with the least bound first."""
 
 
 class MixedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,24 +78,36 @@ def search_replicas(
         Plans, best first; how many structures there are; how many were evaluated.
     """
     coarse: list[tuple[float, tuple[_Part, ...], float]] = []
+    tails: dict[object, float] = {}
     space = evaluated = 0
     if choices.dp is not None or choices.ep not in (None, 1) or len(pools) < 2:
         return [], 0, 0
+    promising: list[tuple[float, int, tuple[_Part, ...]]] = []
     for per_pool in _families(costs, pools, choices):
-        limit = min(incumbent, coarse[keep - 1][0] if len(coarse) >= keep else math.inf)
         total = costs.problem.job.global_batch // per_pool[0][0].microbatch
         bounds = total * costs.passes.num_layers / _speeds(per_pool)
         space += bounds.size
-        rows = np.argwhere(bounds <= limit)
+        rows = np.argwhere(bounds <= incumbent)
         pruned["bound"] += bounds.size - len(rows)
-        order = np.argsort(bounds[tuple(rows.T)], kind="stable")
-        pruned["beam"] += max(0, len(order) - MOST)
-        for row in rows[order[:MOST]].tolist():
+        order = np.argsort(bounds[tuple(rows.T)], kind="stable")[:MOST]
+        pruned["beam"] += len(rows) - len(order)
+        for row in rows[order].tolist():
             parts = tuple(options[i] for options, i in zip(per_pool, row, strict=True))
-            bound = float(bounds[tuple(row)])
-            first = _plans(costs, parts, choices, bound, pruned, all_of_them=False)
-            evaluated += len(first)
-            coarse += [(plan.seconds, parts, bound) for plan in first]
+            promising.append((float(bounds[tuple(row)]), len(promising), parts))
+    for done, (bound, _, parts) in enumerate(sorted(promising)):
+        if done >= MOST_IN_ALL:
+            pruned["beam"] += len(promising) - done
+            break
+        limit = min(incumbent, coarse[keep - 1][0] if len(coarse) >= keep else math.inf)
+        key = tuple((p.pool.name, p.tp, p.dp, p.stages) for p in parts)
+        if key not in tails:
+            tails[key] = _least_sum(costs, parts)
+        if bound + tails[key] > limit:
+            pruned["bound"] += 1
+            continue
+        first = _plans(costs, parts, choices, bound, pruned, all_of_them=False)
+        evaluated += len(first)
+        coarse += [(plan.seconds, parts, bound) for plan in first]
         coarse = sorted(coarse, key=lambda c: c[0])[: 2 * keep]
     best: list[MixedPlan] = []
     for _, parts, bound in coarse:
@@ -144,26 +158,34 @@ def _families(
         for s in itertools.combinations(pools, n)
         if n == len(pools) or not choices.all_types
     ]
+    tps = {p.name: tp_sizes(problem, p.chips)[0] for p in pools}
     for microbatch, subset in itertools.product(sizes, subsets):
         most = min(len(slots(p, 1)) for p in subset)
         for stages in range(1, min(most, passes.num_layers) + 1):
             if choices.pp not in (None, stages):
                 continue
-            per_pool = [_parts(costs, p, choices, microbatch, stages) for p in subset]
+            per_pool = [_parts(costs, p, choices, microbatch, stages, tps[p.name]) for p in subset]
             if all(per_pool):
                 yield per_pool
 
 
-def _parts(costs: Costs, pool: Pool, choices: Choices, microbatch: int, stages: int) -> list[_Part]:
+def _parts(
+    costs: Costs,
+    pool: Pool,
+    choices: Choices,
+    microbatch: int,
+    stages: int,
+    sizes: Sequence[int],
+) -> list[_Part]:
     found = []
-    for tp in tp_sizes(costs.problem, pool.chips)[0]:
+    for tp in sizes:
         dp = len(slots(pool, tp)) // stages
         if dp == 0 or choices.tp not in (None, tp):
             continue
         for mode in modes_of(costs.problem, choices):
             way = Way(pool, tp, mode, microbatch, False, 1, 0, False)
-            layer = float(np.diff(costs.passes.seconds(way)[:3].sum(axis=0)).min())
-            found.append(_Part(pool, tp, mode, dp, stages, microbatch, way, max(layer, 1e-15)))
+            layer = costs.passes.least_layer(way)
+            found.append(_Part(pool, tp, mode, dp, stages, microbatch, way, layer))
     return found
 
 
@@ -220,6 +242,18 @@ def _shares(parts: tuple[_Part, ...], total: int) -> list[tuple[int, ...]]:
             found.append((*head, left // dps[-1]))
     # The sharing under which the slowest pool is fastest comes first.
     return sorted(found, key=lambda m: max(x / s for x, s in zip(m, speed.tolist(), strict=True)))
+
+
+def _least_sum(costs: Costs, parts: tuple[_Part, ...]) -> float:
+    """Least time of the gradient sum [s]: some stage has at least its share of the parameters."""
+    passes, job, machine = costs.passes, costs.problem.job, costs.problem.machine
+    fine, stages = max(p.tp for p in parts), parts[0].stages
+    dense, experts = passes.table.rank_params(0, passes.starts[-1], fine, 1)
+    nbytes = float(dense + experts) / stages * dtype_bytes(job.reduction_dtype)
+    chips = [
+        cell[0] for p in parts for cell in stage_cells(p.pool, p.tp, stages, p.dp, 0, False).chips
+    ]
+    return collective_cost(machine, "reduce_scatter", chips, nbytes).seconds
 
 
 def _slab(part: _Part, m: int, knobs: Knobs) -> Slab:

@@ -155,8 +155,7 @@ def pool_options(
             idle, busy = passes.growth(way, costs.shards(single))
             if probe and idle[0, 0] + busy[0, 0] > passes.limit(pool):
                 continue
-            steps = np.diff(passes.seconds(way)[:3].sum(axis=0))
-            layer = max(float(steps.min()), 1e-15)
+            layer = passes.least_layer(way)
             stages = range(1, room + 1) if rich else (room,)
             found += [Option(tp, pp, mode, pp / layer) for pp in stages]
     return tuple(found)
