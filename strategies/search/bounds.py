@@ -108,7 +108,9 @@ def _late_weights(shape: Shape) -> Floats:
 
 def _tail(sync: Sync) -> Floats:
     """What a virtual stage still does when its gradient is complete."""
-    return np.asarray(np.maximum(sync.reduce, sync.reduce_experts) + sync.update + sync.unshard)
+    before = np.maximum(sync.reduce, sync.reduce_experts)
+    after = np.maximum(sync.unshard, sync.unshard_experts)
+    return np.asarray(before + sync.update + after)
 
 
 def balanced_bound(num_microbatches: Floats, layers: float, rate: Floats) -> Floats:

@@ -270,13 +270,13 @@ class Costs:
         parts = self.shards(slab, shards)
         summed = dense + (experts if slab.ep == 1 else 0.0)
         update = np.zeros(stage.shape)
-        mine = dense / parts + owned / (parts if slab.ep == 1 else 1)
+        mine = dense / parts + owned / max(1, parts // slab.ep)
         for i, way in enumerate(ways):
             rows = stage == i
             sums = passes.seconds(way)[3]
             update[rows] = passes.update(way, mine[rows], (sums[high] - sums[low])[rows])
         zero = np.zeros(stage.shape)
-        reduced, parted, gathered = zero, zero, zero
+        reduced, parted, gathered, joined = zero, zero, zero, zero
         if slab.dp > 1:
             width = dtype_bytes(job.reduction_dtype)
             kind = "reduce_scatter" if slab.knobs.zero else "all_reduce"
@@ -285,12 +285,15 @@ class Costs:
             if slab.knobs.zero:
                 gathered = price("all_gather", summed * job.param_bytes, 1)
             if slab.ep > 1 and slab.dp > slab.ep:
-                parted = price("all_reduce", owned * width, slab.ep)
+                parted = price(kind, owned * width, slab.ep)
+                if slab.knobs.zero:
+                    joined = price("all_gather", owned * job.param_bytes, slab.ep)
         return Sync(
             reduce=reduced,
             reduce_experts=parted,
             update=update,
             unshard=gathered,
+            unshard_experts=joined,
             embed=self._tied(slab, in_step),
             barrier=np.zeros(len(slab)),
         )

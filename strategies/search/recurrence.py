@@ -66,9 +66,10 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     """What follows the last backward pass of K plans [s].
 
     Args:
-        reduce: REDUCE_GRAD, shape (K, V). reduce_experts: that of expert gradients, on a group of
-            its own. update: OPT. unshard: UNSHARD. embed: shape (K,), the ALL_REDUCE between first
-            and last stage of a tied embedding, 0 without.
+        reduce: REDUCE_GRAD, shape (K, V). update: OPT. unshard: UNSHARD.
+        reduce_experts, unshard_experts: those of routed experts, on a group of their own.
+        embed: shape (K,), the ALL_REDUCE between first and last stage of a tied embedding, 0
+            without.
         barrier: shape (K,).
     """
 
@@ -76,6 +77,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     reduce_experts: Floats
     update: Floats
     unshard: Floats
+    unshard_experts: Floats
     embed: Floats
     barrier: Floats
 
@@ -147,28 +149,34 @@ def synchronise(ready: Ready, sync: Sync, chunks: int = 1) -> Floats:
     count, virtual = ready.gradient.shape
     positions = virtual // chunks
     reduced, experts = np.empty((count, virtual)), np.empty((count, virtual))
-    stream = np.zeros((count, positions))
+    dense_stream, expert_stream = np.zeros((count, positions)), np.zeros((count, positions))
     for p in range(positions):
         # The last backward pass of the last chunk comes first.
-        tail = np.zeros(count)
         for v in range(virtual - positions + p, -1, -positions):
-            begin = ready.gradient[:, v]
-            stream[:, p] = reduced[:, v] = np.maximum(begin, stream[:, p]) + sync.reduce[:, v]
-            tail = experts[:, v] = np.maximum(begin, tail) + sync.reduce_experts[:, v]
+            for out, stream, seconds in (
+                (reduced, dense_stream, sync.reduce),
+                (experts, expert_stream, sync.reduce_experts),
+            ):
+                begin = np.maximum(ready.gradient[:, v], stream[:, p])
+                out[:, v] = stream[:, p] = begin + seconds[:, v]
     tied = sync.embed > 0
     shared = np.maximum(reduced[:, 0], reduced[:, -1]) + sync.embed
     total = np.zeros(count)
     for p in range(positions):
         clock = ready.free[:, p]
-        gathered = stream[:, p]
         for v in range(p, virtual, positions):
             wait = np.maximum(reduced[:, v], experts[:, v])
             if v in (0, virtual - 1):
                 wait = np.where(tied, np.maximum(wait, shared), wait)
             clock = np.maximum(clock, wait) + sync.update[:, v]
-            sent = np.maximum(gathered, clock) + sync.unshard[:, v]
-            gathered = np.where(sync.unshard[:, v] > 0, sent, gathered)
-            total = np.maximum(total, np.maximum(clock, gathered))
+            for stream, seconds in (
+                (dense_stream, sync.unshard),
+                (expert_stream, sync.unshard_experts),
+            ):
+                sent = np.maximum(stream[:, p], clock) + seconds[:, v]
+                stream[:, p] = np.where(seconds[:, v] > 0, sent, stream[:, p])
+        ends = np.maximum(dense_stream[:, p], expert_stream[:, p])
+        total = np.maximum(total, np.maximum(clock, ends))
     return np.asarray(total + sync.barrier)
 
 

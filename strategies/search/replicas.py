@@ -291,7 +291,7 @@ def _seconds(costs: Costs, placed: list[Slab]) -> float:
     for r, own in zip(ready, sums, strict=True):
         sync = Sync(
             reduce=reduce, reduce_experts=0 * reduce, update=own.update, unshard=unshard,
-            embed=own.embed, barrier=own.barrier,
+            unshard_experts=0 * reduce, embed=own.embed, barrier=own.barrier,
         )  # fmt: skip
         ends.append(float(synchronise(Ready(gradient, r.free), sync)[0]))
     return max(ends)

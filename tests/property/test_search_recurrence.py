@@ -150,6 +150,7 @@ def test_recurrence_equals_longest_path_of_the_lowered_graph(
         reduce_experts=np.zeros((3, virtual)),
         update=rng.uniform(0.1, 1, (3, virtual)),
         unshard=rng.uniform(0.5, 3, (3, virtual)) * (dp > 1 and zero == 1),
+        unshard_experts=np.zeros((3, virtual)),
         embed=rng.uniform(0.5, 3, 3) * tied,
         barrier=np.full(3, 0.25) * (sum(tps) * dp > 1),
     )
@@ -183,7 +184,7 @@ def test_one_call_mixes_cells_with_and_without_gathers() -> None:
     times = random_times(rng, 4, 3, np.array(patterns) > 1)
     zero = np.zeros((4, 3))
     sync = Sync(
-        reduce=zero, reduce_experts=zero, update=zero, unshard=zero,
+        reduce=zero, reduce_experts=zero, update=zero, unshard=zero, unshard_experts=zero,
         embed=np.zeros(4), barrier=np.zeros(4),
     )  # fmt: skip
     found = step_times(shape, times, sync)
@@ -200,7 +201,7 @@ def test_uniform_pipeline_without_transfers_equals_its_closed_form() -> None:
         gather_b=zero, gathers=zero > 0,
     )  # fmt: skip
     none = Sync(
-        reduce=zero, reduce_experts=zero, update=zero, unshard=zero,
+        reduce=zero, reduce_experts=zero, update=zero, unshard=zero, unshard_experts=zero,
         embed=np.zeros(1), barrier=np.zeros(1),
     )  # fmt: skip
     shape = Shape("1f1b", p, m)
