@@ -138,7 +138,10 @@ def pool_options(
         room = min(len(slots(pool, tp)) // dp, passes.num_layers)
         if choices.pp is not None:
             room = min(room, choices.pp)
-        for mode in modes_of(problem, choices) if room else ():
+        modes = modes_of(problem, choices) if room else ()
+        if len(modes) > 1 and _always_fits(costs, pool, tp, microbatch, dp, ep, choices):
+            modes = modes[:1]
+        for mode in modes:
             single = Slab(
                 pools=(pool,),
                 dp=dp,
@@ -159,6 +162,23 @@ def pool_options(
             stages = range(1, room + 1) if rich else (room,)
             found += [Option(tp, pp, mode, pp / layer) for pp in stages]
     return tuple(found)
+
+
+def _always_fits(
+    costs: Costs, pool: Pool, tp: int, microbatch: int, dp: int, ep: int, choices: Choices
+) -> bool:
+    """Whether the whole model fits on one cell without recomputation, whatever the knobs (rule e).
+
+    Then every stage of every plan does: no stage holds more layers, nor more microbatches than
+    twice the stages there can be, which is more than any schedule keeps in flight.
+    """
+    passes = costs.passes
+    m = costs.problem.job.global_batch // (dp * microbatch)
+    way = Way(pool, tp, 0, microbatch, False, ep, 0, False)
+    shards = dp if choices.zero == 1 else 1
+    idle, busy = passes.growth(way, shards)
+    peak = idle[3, -1] + busy[3, -1] * min(m, 2 * passes.num_layers)
+    return bool(peak <= passes.limit(pool))
 
 
 def _leanest(problem: Problem, choices: Choices, tp: int, dp: int) -> Knobs:

@@ -10,8 +10,8 @@ h2.md 2.4 as they grow:
     (d) m * L / sum(stages / layer time), the groups still open at their fastest, above the
         incumbent is cut ("bound"); the incumbent is the slowest of the best plans kept, so nothing
         that belongs among them is lost. Sharpened by what filling costs, see ``grow``
-    (e) no recomputation, where every split of the layers fits it, beats recomputation
-        ("recompute"): every pass is longer with it, and max-plus is monotone
+    (e) no recomputation, where every split of the layers fits without it, beats recomputation,
+        which is then not made: no pass is shorter with it, and max-plus is monotone
     (f) sub-groups of one pool come in one order: falling (tp, recomputation) ("order")
     (g) neighbouring sub-groups that would be run alike are one group ("merge")
 """

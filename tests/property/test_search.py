@@ -1,0 +1,371 @@
+"""The search against brute force through the engine, on problems small enough for it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim.cost.ledger import peak_memory
+from sim.engine.simulate import simulate
+from sim.errors import InfeasibleError, UsageError
+from sim.plan.draft import (
+    CellKnobs,
+    DataKnobs,
+    PipelineKnobs,
+    PlanDraft,
+    TensorKnobs,
+)
+from sim.plan.lower import lower
+from sim.plan.uniform import layer_cuts
+from sim.problem import Problem, load_problem
+from strategies.search import search
+from strategies.search.costs import Costs
+from strategies.search.drafts import draft_of
+from strategies.search.evaluate import Effort, Evaluator
+from strategies.search.options import choices_of
+from strategies.search.pools import pools_of
+from strategies.search.screen import exact_times
+from strategies.search.store import RunTable
+
+V100, T4, A100 = "V100-SXM2-16GB", "T4", "A100-SXM4-80GB"
+
+
+def small(
+    nodes: list[dict[str, Any]],
+    *,
+    layers: int = 4,
+    batch: int = 4,
+    memory: dict[str, str] | None = None,
+    hidden: int = 1024,
+    **job: Any,
+) -> Problem:
+    cluster = {
+        "name": "small",
+        "sites": [{"name": "here", "nodes": nodes}],
+        "accelerators": {name: {"memory": size} for name, size in (memory or {}).items()},
+    }
+    model = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 16000,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    }
+    work = {"global_batch": batch, "sequence_length": 1024, "dtype": "fp16", **job}
+    return load_problem(cluster, model, work)
+
+
+MIXED = [{"profile": "p3_8xlarge", "chips": 2}, {"profile": "g4dn_12xlarge", "chips": 2}]
+"""Two V100, two T4."""
+THREE = [
+    {"profile": "a100_80gb_hdr", "chips": 2},
+    {"profile": "p3_8xlarge", "chips": 2},
+    {"profile": "g4dn_12xlarge", "chips": 1},
+]
+
+
+def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    if parts == 1:
+        return [(total,)]
+    return [
+        (first, *rest)
+        for first in range(1, total - parts + 2)
+        for rest in compositions(total - first, parts - 1)
+    ]
+
+
+def every_plan(
+    problem: Problem, *, modes: tuple[str, ...], schedules: list[tuple[str, bool]], zeros: list[int]
+) -> list[PlanDraft]:
+    """All unlike pipelines with microbatches of one sequence, written down one by one."""
+    total = problem.model.num_layers
+    nodes: dict[str, list[int]] = {}
+    for node in problem.machine.nodes:
+        nodes.setdefault(node.accelerator, []).extend(range(*node.chips))
+    found = []
+    for size in range(1, len(nodes) + 1):
+        for types in itertools.permutations(sorted(nodes), size):
+            for dp in range(1, problem.job.global_batch + 1):
+                if problem.job.global_batch % dp:
+                    continue
+                options = [
+                    [
+                        (t, tp, pp, mode)
+                        for tp in (1, 2)
+                        for pp in range(1, 9)
+                        for mode in modes
+                        if dp * tp * pp <= len(nodes[t]) // tp * tp
+                    ]
+                    for t in types
+                ]
+                for groups in itertools.product(*options):
+                    stages = sum(pp for _, _, pp, _ in groups)
+                    if stages > total:
+                        continue
+                    for layers in compositions(total, stages):
+                        for (name, split), zero in itertools.product(schedules, zeros):
+                            if (zero and dp == 1) or (
+                                stages == 1 and (name, split) != schedules[0]
+                            ):
+                                continue
+                            found.append(
+                                draft(problem, nodes, dp, groups, layers, name, split, zero)
+                            )
+    return found
+
+
+def draft(
+    problem: Problem,
+    nodes: dict[str, list[int]],
+    dp: int,
+    groups: tuple[tuple[str, int, int, str], ...],
+    layers: tuple[int, ...],
+    schedule: str,
+    split: bool,
+    zero: int,
+) -> PlanDraft:
+    cells, stage = [], 0
+    for name, tp, pp, mode in groups:
+        free = iter(nodes[name])
+        for _ in range(pp):
+            for r in range(dp):
+                chips = tuple(next(free) for _ in range(tp))
+                cells.append(
+                    CellKnobs(stage=stage, replica=r, chips=chips, tp=tp, recompute=mode)  # type: ignore[arg-type]
+                )
+            stage += 1
+    return PlanDraft(
+        cells=tuple(cells),
+        pipeline=PipelineKnobs(
+            schedule=schedule, split_backward=split, cuts=layer_cuts(problem.model, layers)
+        ),
+        data=DataKnobs(microbatches=(problem.job.global_batch // dp,) * dp, zero=zero),
+        tensor=TensorKnobs(sequence_parallel=False),
+    )
+
+
+def fastest(problem: Problem, drafts: list[PlanDraft]) -> tuple[float, int]:
+    """Least step time of the plans that fit, and how many of them there are."""
+    best, fitting = float("inf"), 0
+    for d in drafts:
+        plan = lower(problem, d)
+        if all(x.verdict == "fits" for x in peak_memory(plan, problem).values()):
+            fitting += 1
+            best = min(best, simulate(plan, problem).makespan)
+    return best, fitting
+
+
+PINS = {
+    "microbatch": 1, "sequence_parallel": False, "scatter": False, "families": "pipeline",
+    "chunks": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "memory", "layers", "batch"),
+    [
+        (MIXED, None, 4, 4),
+        (MIXED, {V100: "3 GB", T4: "4 GB"}, 4, 4),
+        (MIXED, {V100: "2.6 GB", T4: "2.6 GB"}, 5, 2),
+        (THREE, {A100: "3.2 GB", V100: "2.6 GB", T4: "2.4 GB"}, 5, 2),
+    ],
+)
+def test_found_plan_is_the_best_of_all_plans(
+    nodes: list[dict[str, Any]], memory: dict[str, str] | None, layers: int, batch: int
+) -> None:
+    problem = small(nodes, layers=layers, batch=batch, memory=memory)
+    drafts = every_plan(problem, modes=("none",), schedules=[("1f1b", False)], zeros=[0])
+    best, fitting = fastest(problem, drafts)
+    pins = PINS | {"recompute": "none", "schedule": "1f1b", "split_backward": False, "zero": 0}
+    found = search(problem, pins=pins, top=8)
+    assert found.whole
+    assert found.space == len(drafts)
+    assert found.evaluated <= fitting <= len(drafts)
+    assert found.step_time_s == pytest.approx(best, rel=1e-9)
+    assert found.bound_s <= found.step_time_s
+    assert found.run.makespan == pytest.approx(found.step_time_s, rel=1e-12)
+
+
+def test_found_plan_is_the_best_with_recomputation_and_knobs_free() -> None:
+    problem = small(MIXED, layers=4, batch=2, memory={V100: "2.2 GB", T4: "1.9 GB"})
+    drafts = every_plan(
+        problem,
+        modes=("none", "full"),
+        schedules=[("1f1b", False), ("1f1b", True), ("zb-h1", False)],
+        zeros=[0, 1],
+    )
+    best, fitting = fastest(problem, drafts)
+    assert 0 < fitting < len(drafts)
+    found = search(problem, pins=PINS, top=8)
+    # Selective recomputation is in the search's space only: it may win, but nothing may beat both.
+    assert found.step_time_s <= best * (1 + 1e-9)
+    without = [f for f in found.finalists if "selective" not in f.plan.name]
+    assert without[0].step_time_s == pytest.approx(best, rel=1e-9)
+
+
+def test_pruning_loses_none_of_the_best() -> None:
+    problem = small(THREE, layers=5, batch=4, memory={A100: "3 GB", V100: "2.4 GB", T4: "2.2 GB"})
+    costs = Costs(problem)
+    choices = choices_of(problem, PINS)
+    pools = pools_of(problem.machine)
+    effort = Effort(exhaustive=10**9)
+    pruned = Evaluator(costs, choices, effort, 8)
+    pruned.run(pools)
+    everything = Evaluator(costs, choices, effort, 10**6)
+    everything.run(pools)
+    assert pruned.pruned["bound"] > 0 and everything.pruned["bound"] == 0
+    assert pruned.evaluated < everything.evaluated
+    ours = [score for score, _ in pruned.ranked.best(8)]
+    theirs = [score for score, _ in everything.ranked.best(8)]
+    assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_screened_search_finds_nearly_the_optimum_of_the_whole_space() -> None:
+    problem = small(THREE, layers=6, batch=8, memory={A100: "3 GB", V100: "2.6 GB", T4: "2.4 GB"})
+    pins = {"families": "pipeline", "chunks": 1}
+    whole = search(problem, pins=pins, effort=Effort(exhaustive=10**9))
+    screened = search(problem, pins=pins, effort=Effort(exhaustive=0))
+    assert whole.whole and not screened.whole
+    assert screened.exact < whole.exact
+    assert screened.step_time_s <= 1.02 * whole.step_time_s
+    assert whole.step_time_s <= screened.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_exact_times_are_the_engines_without_contention(schedule: str) -> None:
+    problem = small(THREE, layers=8, batch=8)
+    costs = Costs(problem)
+    evaluator = Evaluator(
+        costs, choices_of(problem, {"schedule": schedule}), Effort(exhaustive=0), 8
+    )
+    evaluator.run(pools_of(problem.machine))
+    checked = 0
+    for _, slab in evaluator.ranked.best(24, alike=2):
+        found = exact_times(costs, [slab], in_step=False)[0][0]
+        plan = lower(problem, draft_of(problem, slab))
+        run = simulate(plan, problem, contention=False, overlap=False)
+        assert found == pytest.approx(run.makespan, rel=1e-9)
+        peak, _ = costs.memory(slab)
+        ledgers = peak_memory(plan, problem)
+        for stage in range(slab.num_stages):
+            assert peak[0, stage] == pytest.approx(ledgers[stage, 0].peak_bytes, rel=1e-9)
+        checked += 1
+    assert checked >= 4
+
+
+def test_layers_that_memory_allows_are_exact() -> None:
+    problem = small(MIXED, layers=6, batch=4, memory={V100: "3 GB", T4: "3 GB"})
+    costs = Costs(problem)
+    evaluator = Evaluator(costs, choices_of(problem, PINS), Effort(exhaustive=10**9), 10**6)
+    evaluator.run(pools_of(problem.machine))
+    assert evaluator.pruned["memory"] > 0
+    for slab, _ in evaluator.ranked.parts:
+        most = costs.most_layers(slab)
+        peak, limit = costs.memory(slab)
+        assert (peak <= limit).all() and (slab.layers <= most).all()
+        if slab.num_stages > 1:
+            # One layer more than allowed, taken from anywhere else, does not fit.
+            for row in range(min(len(slab), 4)):
+                stage = int(np.argmax(slab.layers[row] - most[row]))
+                more = most[row, stage] + 1 - slab.layers[row, stage]
+                others = slab.layers[row].copy()
+                others[stage] += more
+                giver = 0 if stage else 1
+                others[giver] -= more
+                if others[giver] >= 1:
+                    moved = slab.take(slice(row, row + 1)).with_layers(others[None, :])
+                    over, bound = costs.memory(moved)
+                    assert over[0, stage] > bound[0, stage]
+
+
+def test_unlike_replicas_share_the_batch_by_speed() -> None:
+    problem = small(MIXED, layers=4, batch=12)
+    found = search(problem, pins={"families": "replicas", "microbatch": 1})
+    placement = found.plan.placement
+    assert len({c.accelerator for c in placement.cells if c.stage == 0}) == 2
+    assert sum(placement.microbatches) == 12
+    by_type = {placement.cell(0, r).accelerator: m for r, m in enumerate(placement.microbatches)}
+    assert by_type[V100] > by_type[T4]
+    assert found.step_time_s == pytest.approx(simulate(found.plan, problem).makespan)
+
+
+def test_pins_hold() -> None:
+    problem = small(MIXED, layers=4, batch=8)
+    found = search(
+        problem, pins={"tp": 2, "pp": 2, "recompute": "full", "microbatch": 2, "zero": 0}
+    )
+    for f in found.finalists:
+        cells = f.plan.placement.cells
+        assert {c.tp for c in cells} == {2} and f.plan.placement.num_stages == 2
+        assert {c.recompute for c in cells} == {"full"} and f.plan.mathematics.microbatch == 2
+    with pytest.raises(UsageError, match="no such pin: tpp"):
+        search(problem, pins={"tpp": 2})
+
+
+def test_when_nothing_fits_the_cell_and_the_change_are_named() -> None:
+    problem = small(MIXED, layers=4, batch=4, memory={V100: "1.3 GB", T4: "1.3 GB"})
+    with pytest.raises(InfeasibleError) as caught:
+        search(problem)
+    text = str(caught.value)
+    assert "short of" in text and "GB" in text and "memory of stage" in text
+    assert caught.value.exit_code == 3
+
+
+def test_when_a_pin_is_to_blame_the_change_is_to_drop_it() -> None:
+    problem = small(MIXED, layers=6, batch=8, memory={V100: "2.2 GB", T4: "2 GB"}, hidden=1024)
+    search(problem)
+    with pytest.raises(InfeasibleError, match="drop the pin microbatch=8"):
+        search(problem, pins={"microbatch": 8})
+
+
+def test_a_step_time_limit_that_cannot_be_kept_is_named() -> None:
+    problem = small(MIXED, limits={"max_step_time": "1 ms"})
+    with pytest.raises(InfeasibleError, match="max_step_time"):
+        search(problem)
+
+
+def test_cost_objective_prefers_cheaper_chips() -> None:
+    by_time = search(small(MIXED, layers=4, batch=4))
+    by_cost = search(small(MIXED, layers=4, batch=4, objective="cost"))
+    assert by_cost.finalists[0].score == min(f.score for f in by_cost.finalists)
+    assert by_cost.step_time_s >= by_time.step_time_s * (1 - 1e-9)
+    chips = len(by_cost.plan.placement.cells) * by_cost.plan.placement.cells[0].tp
+    assert chips <= 4
+
+
+def test_run_table_spares_simulations(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small(MIXED, layers=4, batch=4)
+    first = search(problem, store=tmp_path / "runs.sqlite", top=4)
+    table = RunTable(tmp_path / "runs.sqlite")
+    assert len(table) == len(first.finalists)
+
+    def refuse(*_: Any) -> float:
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr("strategies.search.finalists._step_time", refuse)
+    again = search(problem, store=tmp_path / "runs.sqlite", top=4)
+    assert again.plan.hash == first.plan.hash
+    assert again.step_time_s == first.step_time_s
+
+
+def test_budget_and_ctrl_c_return_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small(THREE, layers=6, batch=8)
+    full = search(problem)
+    seen = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        seen.append(what)
+        if what == "knobs" and done == 1:
+            raise KeyboardInterrupt
+
+    found = search(problem, progress=interrupt, effort=Effort(exhaustive=0))
+    assert found.stopped and "knobs" in seen
+    assert found.step_time_s >= full.step_time_s * (1 - 1e-9)
+    assert not full.stopped
