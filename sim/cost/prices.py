@@ -36,6 +36,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
             byte. A folded node's members use links that its representative does not.
         inner_comm_s: role of a group -> [s] per node, that a compute op spends in collectives of
             such groups inside it.
+        rank_keys: per rank, what its flows look like, when some class of the graph holds ranks that
+            differ in it: the graph must then be laid out again with these keys apart. () when not.
         assumptions: what the prices rest on, in words.
     """
 
@@ -48,4 +50,5 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     wires: dict[int, tuple[int, ...]] = {}
     carried: dict[int, tuple[tuple[int, float], ...]] = {}
     inner_comm_s: dict[str, NDArray[np.float64]] = {}
+    rank_keys: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()

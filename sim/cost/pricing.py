@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ from sim.cost.assume import cost_assumptions
 from sim.cost.cell import INNER_GROUPS
 from sim.cost.collective import collective_cost, places
 from sim.cost.prices import Prices
+from sim.cost.shared import Shared
 from sim.cost.stated import Late, late_units
 from sim.cost.streams import Message, Streams, group_message, pair_message
 from sim.cost.traffic import collective_of, transfer_bytes
+from sim.cost.ways import Places
 from sim.cost.work import Effort, Work
 from sim.hardware.machine import Machine
 from sim.plan.graph import OpGraph, Wire
@@ -70,7 +73,8 @@ class _Pricer:
     ) -> None:
         self.graph, self.work, self.late, self.contention = graph, work, late, contention
         self.machine = work.problem.machine
-        self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips, watched)
+        self.streams = Streams(graph, work.wiring, self.machine, work.placement.chips)
+        self.watched = watched
         n = graph.num_nodes
         self.seconds, self.nbytes, self.flops = np.zeros(n), np.zeros(n), np.zeros(n)
         self.inner = np.zeros((len(INNER_GROUPS), n))
@@ -136,18 +140,18 @@ class _Pricer:
         return group_message(self.machine, chips, cost)
 
     def _finish(self, of_message: dict[int, list[int]]) -> Prices:
-        streams = self.streams
+        shared = Shared(self.streams, self.watched)
         flows, carried, crossed = {}, {}, {}
         for number, nodes in of_message.items():
-            message = streams.uses[number][1]
-            mine = streams.flows(number) if self.contention and streams.shares(number) else ()
+            message = self.streams.uses[number][1]
+            mine = shared.flows(number) if self.contention and shared.shares(number) else ()
             if mine:
                 self.seconds[nodes] = message.fixed_s
                 flows.update(dict.fromkeys(nodes, mine))
             else:
-                alone = streams.formula(number) if self.contention else message.private_s
+                alone = shared.formula(number) if self.contention else message.private_s
                 self.seconds[nodes] = alone
-            apart = streams.carried(number, mine)
+            apart = shared.carried(number, mine)
             if apart:
                 carried.update(dict.fromkeys(nodes, apart))
                 crossed.update(dict.fromkeys(nodes, tuple(x for x, _ in apart)))
@@ -165,6 +169,7 @@ class _Pricer:
             inner_comm_s={
                 role: row for role, row in zip(INNER_GROUPS, self.inner, strict=True) if row.any()
             },
+            rank_keys=shared.rank_keys() if self.contention else (),
             assumptions=cost_assumptions(self.work.plan, self.work.problem),
         )
 
@@ -173,26 +178,92 @@ def group_keys(machine: Machine, wiring: Wiring, chips: Sequence[int] = ()) -> l
     """Return, per rank, how its groups lie on the machine: what folding must find equal.
 
     Two groups of a role cost the same when their chips fall into nodes, islands and NICs in the
-    same pattern; the pattern is node and island numbered by first appearance, and the NIC.
+    same pattern; the pattern is node and island numbered by first appearance, and the NIC. Of a
+    rank's cell all counts that decides the time of a pass: the patterns of its tensor-, context-,
+    expert-parallel groups, and how many equal groups share their NICs.
 
     Args:
         machine: where. wiring: groups. chips: chip per rank, () for rank r on chip r.
     """
     where = places(machine)
-    num_ranks = len(chips) or wiring.placement.num_ranks
-    keys: list[set[Hashable]] = [set() for _ in range(num_ranks)]
+    num_ranks = 1 + max((*wiring.cell_of, *(r for g in wiring.groups for r in g)), default=-1)
+    own: list[set[Hashable]] = [set() for _ in range(num_ranks)]
+    of_cell: dict[tuple[int, int], set[Hashable]] = defaultdict(set)
+    chip_of = chips or range(num_ranks)
+    busy = _nic_users(machine, wiring, chip_of)
     for g, ranks in enumerate(wiring.groups):
-        if wiring.roles[g] == {"world"}:
+        roles = tuple(sorted(wiring.roles[g]))
+        if roles == ("world",):
             continue
-        order = where.in_order([chips[r] if chips else r for r in ranks])
-        seen: dict[object, int] = {}
-        pattern: list[Hashable] = []
-        for chip, after in zip(order, [*order[1:], order[0]], strict=True):
-            node = machine.nodes[where.node[chip]]
-            nic = (node.index, node.chip_nic[chip - node.chips[0]])
-            hop = where.path(chip, after)
-            places_seen = [seen.setdefault(x, len(seen)) for x in (node.index, node.island, nic)]
-            pattern.append((*places_seen, node.profile, hop.latency, hop.rate))
+        order = where.in_order([chip_of[r] for r in ranks])
+        hops = [_hop(where, a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
+        pattern = _pattern(where, order, hops)
         for r in ranks:
-            keys[r].add((tuple(sorted(wiring.roles[g])), tuple(pattern)))
-    return [tuple(sorted(k, key=repr)) for k in keys]
+            own[r].add((roles, pattern))
+        cell = wiring.cell_of.get(ranks[0])
+        if cell is not None and not INNER_ROLES.isdisjoint(roles):
+            share = max((busy[cell.stage, r].get(g, 1) for r in roles), default=1)
+            for r in ranks:
+                at = wiring.cell_of[r]
+                of_cell[at.stage, at.replica].add((roles, pattern, share))
+    keys: list[Hashable] = []
+    cells = {at: tuple(sorted(found, key=repr)) for at, found in of_cell.items()}
+    for r in range(num_ranks):
+        cell = wiring.cell_of.get(r)
+        whole = cells.get((cell.stage, cell.replica), ()) if cell else ()
+        keys.append((tuple(sorted(own[r], key=repr)), whole))
+    return keys
+
+
+INNER_ROLES = frozenset(INNER_GROUPS)
+
+
+def _hop(where: Places, a: int, b: int) -> tuple[bool, float, float]:
+    """(leaves the node, latency, rate) from chip to chip."""
+    if where.node[a] == where.node[b]:
+        node = where.machine.nodes[where.node[a]]
+        return False, node.fabric_latency, node.fabric_rate
+    hop = where.path(a, b)
+    return True, hop.latency, hop.rate
+
+
+def _pattern(
+    where: Places, order: Sequence[int], hops: Sequence[tuple[bool, float, float]]
+) -> tuple[Hashable, ...]:
+    seen: dict[object, int] = {}
+    found: list[Hashable] = []
+    for chip, hop in zip(order, hops, strict=True):
+        node = where.machine.nodes[where.node[chip]]
+        nic = (node.index, node.chip_nic[chip - node.chips[0]])
+        numbers = [seen.setdefault(x, len(seen)) for x in (node.index, node.island, nic)]
+        found.append((*numbers, node.profile, hop))
+    return tuple(found)
+
+
+def _nic_users(
+    machine: Machine, wiring: Wiring, chip_of: Sequence[int]
+) -> dict[tuple[int, str], dict[int, int]]:
+    """(stage, role) -> group -> groups of that role on its busiest NIC, where it leaves a node."""
+    where = places(machine)
+    users: dict[tuple[int, str], dict[tuple[int, int], set[int]]]
+    users = defaultdict(lambda: defaultdict(set))
+    nics: dict[int, list[tuple[int, int]]] = {}
+    for g, ranks in enumerate(wiring.groups):
+        cell = wiring.cell_of.get(ranks[0])
+        if cell is None or INNER_ROLES.isdisjoint(wiring.roles[g]):
+            continue
+        nodes = [where.node[chip_of[r]] for r in ranks]
+        if len(set(nodes)) < 2:
+            continue
+        nics[g] = [
+            (n, machine.nodes[n].chip_nic[chip_of[r] - machine.nodes[n].chips[0]])
+            for n, r in zip(nodes, ranks, strict=True)
+        ]
+        for role in wiring.roles[g]:
+            for nic in nics[g]:
+                users[cell.stage, role][nic].add(g)
+    found: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)
+    for at, by_nic in users.items():
+        for g in {g for groups in by_nic.values() for g in groups}:
+            found[at][g] = max(len(by_nic[nic]) for nic in nics[g])
+    return found

@@ -1,19 +1,17 @@
-"""Which communication of a plan can share a link, and with how many.
+"""What the streams of a plan carry.
 
 A stream is a directed rank pair or a group: its ops never overlap. A folded wire stands for several
-member streams that start and end together. Ops whose links carry no other stream need no flows;
-those of a folded wire alone share each link evenly among its members.
+member streams that start and end together.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 import msgspec
 
 from sim.cost.collective import CollectiveCost, places
-from sim.cost.prices import FlowSpec
 from sim.cost.ways import alone
 from sim.hardware.machine import Machine
 from sim.hardware.route import path
@@ -88,26 +86,17 @@ class Members(msgspec.Struct, frozen=True):
 
 
 class Streams:
-    """The streams of a graph and the links they use.
+    """The streams of a graph and the messages they carry.
 
     Args:
         graph, wiring, machine: see there. chips: chip per rank, () for rank r on chip r.
-        watched: names of links whose rate changes during the run: what crosses them is a flow.
     """
 
     def __init__(
-        self,
-        graph: OpGraph,
-        wiring: Wiring,
-        machine: Machine,
-        chips: tuple[int, ...],
-        watched: frozenset[str] = frozenset(),
+        self, graph: OpGraph, wiring: Wiring, machine: Machine, chips: tuple[int, ...]
     ) -> None:
-        self.watched = frozenset(i for i, x in enumerate(machine.links) if x.name in watched)
         self.graph, self.wiring, self.machine, self.chips = graph, wiring, machine, chips
-        self.users: dict[int, set[Hashable]] = defaultdict(set)
-        self.bound: dict[int, dict[Hashable, float]] = defaultdict(dict)
-        self.uses: list[tuple[Members, Message, list[Counter[int]]]] = []
+        self.uses: list[tuple[Members, Message]] = []
         self._actor_of = {graph.classes[a.rank]: a for a in graph.actors}
         self._groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for g, ranks in enumerate(wiring.groups):
@@ -140,104 +129,6 @@ class Streams:
         return tuple(self.chips[r] for r in ranks) if self.chips else tuple(ranks)
 
     def add(self, members: Members, message: Message) -> int:
-        """Note the links that a message uses in every member stream; returns its number."""
-        crossing: list[Counter[int]] = []
-        for key, chips in zip(members.keys, members.chips, strict=True):
-            order = places(self.machine).in_order(chips) if message.in_order else chips
-            for a, b in message.hops:
-                links = Counter(path(self.machine, order[a], order[b]).links)
-                crossing.append(links)
-                for x in links:
-                    self.users[x].add(key)
-            if message.hops:
-                self._note_bound(key, message, crossing[-len(message.hops) :])
-        self.uses.append((members, message, crossing))
+        """Note a message that every member stream carries; returns its number."""
+        self.uses.append((members, message))
         return len(self.uses) - 1
-
-    def _note_bound(
-        self, key: Hashable, message: Message, crossing: Sequence[Counter[int]]
-    ) -> None:
-        most: dict[int, float] = defaultdict(float)
-        for cap, links in zip(message.caps, crossing, strict=True):
-            for x, times in links.items():
-                most[x] += cap * times
-        for x, cap in most.items():
-            self.bound[x][key] = max(self.bound[x].get(key, 0.0), cap)
-
-    def shares(self, number: int) -> bool:
-        """Whether some link of the message changes, or carries a stream not the wire's own."""
-        members, _, crossing = self.uses[number]
-        own = set(members.keys)
-        return any(
-            x in self.watched or not self.users[x] <= own for links in crossing for x in links
-        )
-
-    def _weights(self, number: int) -> list[list[tuple[int, int]]]:
-        """Per flow of the representative: (link, member flows of its size that cross it)."""
-        _, message, crossing = self.uses[number]
-        n = len(message.hops)
-        total: Counter[tuple[int, float]] = Counter()
-        mine: Counter[tuple[int, float]] = Counter()
-        for k, links in enumerate(crossing):
-            for x, times in links.items():
-                total[x, message.sizes[k % n]] += times
-                if k < n:
-                    mine[x, message.sizes[k]] += times
-        handed: Counter[tuple[int, float]] = Counter()
-        found = []
-        for k in range(n):
-            weights = []
-            for x, times in crossing[k].items():
-                key = (x, message.sizes[k])
-                # Whole numbers that add up to the total over the representative's flows.
-                before, after = handed[key], handed[key] + times
-                handed[key] = after
-                share = total[key] * after // mine[key] - total[key] * before // mine[key]
-                weights.append((x, share))
-            found.append(weights)
-        return found
-
-    def formula(self, number: int) -> float:
-        """Return the message's time [s] when only its own members use its links."""
-        _, message, _ = self.uses[number]
-        if not message.hops:
-            return message.private_s
-        links = self.machine.links
-        load: dict[int, float] = defaultdict(float)
-        slowest = max(s / c for s, c in zip(message.sizes, message.caps, strict=True))
-        for size, weights in zip(message.sizes, self._weights(number), strict=True):
-            for x, members in weights:
-                load[x] += size * members
-        slowest = max([slowest, *(nbytes / links[x].rate for x, nbytes in load.items())])
-        return message.fixed_s + slowest
-
-    def flows(self, number: int) -> tuple[FlowSpec, ...]:
-        """Return the message's flows without the links that can never bind; () when none can.
-
-        A link never binds when all streams that may use it together ask for no more than its rate.
-        """
-        _, message, _ = self.uses[number]
-        links = self.machine.links
-        found = []
-        for k, weights in enumerate(self._weights(number)):
-            kept = tuple(
-                (x, members)
-                for x, members in weights
-                if x in self.watched or sum(self.bound[x].values()) > links[x].rate * (1 + 1e-12)
-            )
-            if kept:
-                found.append(FlowSpec(kept, message.sizes[k], message.caps[k]))
-        return tuple(found)
-
-    def carried(self, number: int, flows: Sequence[FlowSpec] = ()) -> tuple[tuple[int, float], ...]:
-        """Return (link, bytes [B]) that all members put on links, less what ``flows`` put there."""
-        _, message, crossing = self.uses[number]
-        nbytes: dict[int, float] = defaultdict(float)
-        for k, links in enumerate(crossing):
-            for x, times in links.items():
-                nbytes[x] += message.sizes[k % len(message.hops)] * times
-        for flow in flows:
-            for x, members in flow.links:
-                nbytes[x] -= flow.nbytes * members
-        floor = 1e-9 * max(message.sizes, default=0.0)
-        return tuple((x, size) for x, size in sorted(nbytes.items()) if size > floor)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from sim.cost.cell import BlockClasses, CellSpec, CellTimes, alike, cell_times, side_by_side
-from sim.cost.collective import places
+from sim.cost.collective import collective_cost, places
 from sim.cost.compute import Shape, optimizer_time
 from sim.errors import InputError
 from sim.hardware.machine import Accelerator
@@ -24,6 +24,8 @@ __all__ = ["PASSES", "Effort", "Work"]
 PASSES = ("F", "B", "I", "W", "R")
 _HOST_COPIES = ("D2H", "H2D")
 _LOCAL = ("LOOKUP", "ENCODE", "DECODE")
+WIDTH = 1e4
+"""[B] per token that groups are compared by: some thousand 16-bit elements."""
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -187,11 +189,13 @@ class Work:
     def spec(self, cell: Cell, parts: int = 1, stage: int = -1) -> CellSpec:
         """What decides a cell's times, its groups and their neighbours included.
 
-        The cell's first rank speaks for all: its groups lie on the machine as the others' do.
+        Where the cell's groups of a role lie differently, the slowest speaks for all: the others'
+        members wait for its members.
         """
         machine, rank = self.problem.machine, cell.ranks[0]
-        tp = self._members(rank, "tp")
-        ep = self._members(rank, "ep")
+        tp = self._slowest(cell, "tp", "all_reduce")
+        ep = self._slowest(cell, "ep", "all_to_all")
+        cp = self._slowest(cell, "cp", "all_gather")
         whole = self.math.microbatch
         return CellSpec(
             accelerator=cell.accelerator or self.accelerator(rank).name,
@@ -205,12 +209,25 @@ class Work:
                 recompute=cell.recompute,
             ),
             tp_chips=alike(machine, tp),
-            cp_chips=alike(machine, self._members(rank, "cp")),
+            cp_chips=alike(machine, cp),
             ep_chips=alike(machine, ep),
             tp_share=side_by_side(machine, tp, self._groups(cell.stage, "tp")) if tp else 1.0,
             ep_share=side_by_side(machine, ep, self._groups(cell.stage, "ep")) if ep else 1.0,
             inline_tp=bool({("tp", stage), ("tp", -1)} & self.listed),
             inline_ep=bool({("ep", stage), ("ep", -1)} & self.listed),
+        )
+
+    def _slowest(self, cell: Cell, role: str, kind: str) -> tuple[int, ...]:
+        """Chips of the cell's group of a role that takes longest; () when ranks are alone."""
+        machine = self.problem.machine
+        groups = dict.fromkeys(self._members(r, role) for r in cell.ranks)
+        apart = {alike(machine, g): g for g in reversed(groups) if len(g) > 1}
+        nbytes = self.math.microbatch * self.math.sequence_length * WIDTH
+        if len(apart) < 2:
+            return next(iter(apart.values()), ())
+        return max(
+            reversed(apart.values()),
+            key=lambda g: collective_cost(machine, kind, g, nbytes).seconds,
         )
 
     def _members(self, rank: int, role: str) -> tuple[int, ...]:

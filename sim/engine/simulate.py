@@ -179,15 +179,18 @@ def simulate(
 
     suffers = faulty(faults, n)
     near = group_keys(machine, wire(plan.placement), chip_of) if fold else [()] * n
-    layout = lay_out(
-        plan,
-        steps=steps,
-        fold=fold,
-        rank_keys=[(kinds[r].name, suffers[r], near[r]) for r in range(n)],
-        path=lambda a, b: path(machine, chip_of[a], chip_of[b]).links,
-        link_key=link_key,
-        blocking=frozenset(r for r in range(n) if not kinds[r].async_compute),
-    )
+    keys: list[Hashable] = [(kinds[r].name, suffers[r], near[r]) for r in range(n)]
+
+    def layout_of(rank_keys: Sequence[Hashable]) -> Layout:
+        return lay_out(
+            plan,
+            steps=steps,
+            fold=fold,
+            rank_keys=rank_keys,
+            path=lambda a, b: path(machine, chip_of[a], chip_of[b]).links,
+            link_key=link_key,
+            blocking=frozenset(r for r in range(n) if not kinds[r].async_compute),
+        )
 
     def prepare(run: Execution) -> None:
         if faults:
@@ -213,7 +216,14 @@ def simulate(
             watched=frozenset(changed),
         )
 
-    run = run_layout(layout, price_of, prepare=prepare)
+    layout = layout_of(keys)
+    prices = price_of(layout)
+    while fold and prices.rank_keys:
+        # Collectives load links of equal ranks unequally: these ranks are not equal after all.
+        keys = list(zip(layout.graph.classes, prices.rank_keys, strict=True))
+        layout = layout_of(keys)
+        prices = price_of(layout)
+    run = run_layout(layout, lambda _: prices, prepare=prepare)
     if run.outcome.unfinished:
         raise SimulationError(_how_far(run, faults))
     return msgspec.structs.replace(run, cpu_s=process_time() - began)
