@@ -52,6 +52,10 @@ FIRSTS = 16
 """Plans of a slab that are remembered as possibly the best of their structure."""
 
 
+NEAR = 1.05
+"""Plans whose bound is up to this much above the incumbent are still computed, for the engine."""
+
+
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much is looked at.
 
@@ -145,10 +149,9 @@ class Evaluator:
         slabs = [s for s in slabs if len(s)]
         prices = [self.price(s) for s in slabs]
         # With costs the bound that saves work would need a price; then all are computed.
-        cut = self.incumbent.value if all((p == 1).all() for p in prices) else math.inf
-        for slab, price, found in zip(
-            slabs, prices, exact_times(self.costs, slabs, cut), strict=True
-        ):
+        cut = NEAR * self.incumbent.value if all((p == 1).all() for p in prices) else math.inf
+        times = exact_times(self.costs, slabs, cut)
+        for slab, price, found in zip(slabs, prices, times, strict=True):
             scores = found * price
             self.exact += len(slab)
             self.incumbent.add(scores)
@@ -190,6 +193,7 @@ class Evaluator:
         screened = Shortlist(self.effort.shortlist)
         plain = blocks_of(self.costs, pools, self.choices, rich=False, knobs=(self._plain_knobs(),))
         best = Incumbent(self.incumbent.size)
+        best.scores = list(self.incumbent.scores)
         for block in plain[: self.effort.coarse]:
             self._screen(block, total, screened, best)
         blocks = blocks_of(self.costs, pools, self.choices, knobs=(self._plain_knobs(),))

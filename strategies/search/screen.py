@@ -117,7 +117,7 @@ def exact_times(
 
     Args:
         costs: of the problem. slabs: candidates.
-        incumbent: [s] candidates whose proven bound is above it get that bound instead.
+        incumbent: [s] candidates whose proven bound is above it get infinity.
         in_step: as for ``Costs.times``.
     """
     inputs = [(costs.times(s, in_step), costs.sync(s, in_step)) for s in slabs]
@@ -127,6 +127,8 @@ def exact_times(
         shapes.setdefault(slab.shape, []).append(i)
     for members in shapes.values():
         rows = [np.flatnonzero(results[i] <= incumbent) for i in members]
+        for i in members:
+            results[i] = np.where(results[i] <= incumbent, results[i], math.inf)
         if not sum(map(len, rows)):
             continue
         times = _join([inputs[i][0].take(r) for i, r in zip(members, rows, strict=True)])

@@ -42,6 +42,7 @@ def search(
     contention: bool = True,
     effort: Effort | None = None,
     pools: tuple[Pool, ...] | None = None,
+    incumbent: float | None = None,
     n_jobs: int = 1,
 ) -> SearchResult:
     """Find the best plan for a problem.
@@ -59,6 +60,7 @@ def search(
         store: a run table (or its path): simulations it knows are not repeated.
         contention: transfers share links. effort: how much is looked at.
         pools: chips to plan for, in the order of stages; None for all of the machine's.
+        incumbent: score [s, or USD per step] that plans must beat to be of interest.
         n_jobs: processes that simulate finalists.
 
     Raises:
@@ -73,6 +75,8 @@ def search(
     chosen = pools if pools is not None else pools_of(problem.machine, choices.accelerators)
     deadline = began + budget if budget is not None else math.inf
     evaluator = Evaluator(costs, choices, effort, top, deadline=deadline, progress=progress)
+    if incumbent is not None:
+        evaluator.incumbent.seed(incumbent)
     if choices.families != "replicas":
         evaluator.run(chosen)
     mixed: list[MixedPlan] = []
@@ -80,6 +84,8 @@ def search(
         mixed = _replicas(evaluator, chosen, top)
     contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
     if not contenders:
+        if incumbent is not None:
+            raise InfeasibleError(f"no plan beats {incumbent:.6g}", "the incumbent")
         raise infeasible(costs, chosen, choices)
     table = RunTable(store) if isinstance(store, str | Path) else store
     played, complete = play(

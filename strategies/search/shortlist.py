@@ -32,6 +32,10 @@ class Incumbent:
         """The k-th smallest: a candidate that is certainly above it is not among the best k."""
         return self.scores[-1] if len(self.scores) == self.size else float("inf")
 
+    def seed(self, score: float) -> None:
+        """Only what beats this score is of interest."""
+        self.scores = [score] * self.size
+
     def add(self, scores: Floats) -> None:
         """Take note of exact scores, each candidate once."""
         for score in np.sort(scores)[: self.size].tolist():
