@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -190,6 +191,25 @@ class Costs:
 
     # -- times ----------------------------------------------------------------------------------
 
+    def compute_only(self, slab: Slab) -> StageTimes:
+        """Passes without transfers: what no network makes shorter."""
+        ways, stage = self.ways_of_stages(slab)
+        low, high = slab.ranges()
+        tables = np.stack([self.passes.seconds(w)[:3] for w in ways])
+        took = [tables[stage, k, high] - tables[stage, k, low] for k in range(3)]
+        none = np.zeros(stage.shape)
+        tp = np.array([w.tp for w in ways])[stage]
+        return StageTimes(
+            forward=took[0],
+            backward=took[1] if slab.shape.splits else took[1] + took[2],
+            weight=took[2],
+            send_f=none,
+            send_b=none,
+            gather_f=none,
+            gather_b=none,
+            gathers=(tp > 1) & (not slab.knobs.sequence_parallel),
+        )
+
     def times(self, slab: Slab, in_step: bool = True) -> StageTimes:
         """Passes and transfers.
 
@@ -197,22 +217,13 @@ class Costs:
             slab: candidates with layers.
             in_step: equal messages share the links they cross; False gives each its own.
         """
-        ways, stage = self.ways_of_stages(slab)
-        low, high = slab.ranges()
-        tables = np.stack([self.passes.seconds(w)[:3] for w in ways])
-        took = [tables[stage, k, high] - tables[stage, k, low] for k in range(3)]
-        backward = took[1] if slab.shape.splits else took[1] + took[2]
-        tp = np.array([w.tp for w in ways])[stage]
         send_f, send_b, gather_f, gather_b = self._boundaries(slab, in_step)
-        return StageTimes(
-            forward=took[0],
-            backward=backward,
-            weight=took[2],
+        return msgspec.structs.replace(
+            self.compute_only(slab),
             send_f=send_f,
             send_b=send_b,
             gather_f=gather_f,
             gather_b=gather_b,
-            gathers=(tp > 1) & (not slab.knobs.sequence_parallel),
         )
 
     def _boundaries(self, slab: Slab, in_step: bool) -> tuple[Floats, Floats, Floats, Floats]:

@@ -23,6 +23,7 @@ from strategies.search.pools import Pool
 from strategies.search.screen import (
     CHUNK,
     by_stages,
+    compute_bound,
     count_splits,
     every_split,
     exact_times,
@@ -285,6 +286,10 @@ class Evaluator:
                 part = slab.take(slice(first, first + CHUNK)).with_knobs(screening_knobs(options))
                 placed = place_layers(self.costs, part, self.pruned)
                 self._note(placed)
+                if len(placed):
+                    least = compute_bound(self.costs, placed) * self.price(placed)
+                    self.pruned["bound"] += int((least > best.value).sum())
+                    placed = placed.take(least <= best.value)
                 if len(placed):
                     scores = rough_times(self.costs, placed) * self.price(placed)
                     screened.add(placed, scores)

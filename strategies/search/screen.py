@@ -15,7 +15,15 @@ from strategies.search.recurrence import StageTimes, Sync, step_times
 from strategies.search.slab import Slab
 from strategies.search.split import compositions, split_min_max
 
-__all__ = ["by_stages", "every_split", "exact_times", "fits", "place_layers", "rough_times"]
+__all__ = [
+    "by_stages",
+    "compute_bound",
+    "every_split",
+    "exact_times",
+    "fits",
+    "place_layers",
+    "rough_times",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -108,6 +116,17 @@ def _drop_unfit(costs: Costs, slab: Slab, pruned: Counter[str]) -> Slab:
 def rough_times(costs: Costs, slab: Slab) -> Floats:
     """Closed-form step times [s], shape (n,)."""
     return estimate(slab.shape, costs.times(slab), costs.sync(slab, exact=False))
+
+
+def compute_bound(costs: Costs, slab: Slab) -> Floats:
+    """Proven bound of candidates with layers from their passes alone [s], shape (n,)."""
+    count, virtual = slab.layers.shape
+    none, zero = np.zeros((count, virtual)), np.zeros(count)
+    sync = Sync(
+        reduce=none, reduce_experts=none, update=none, unshard=none, unshard_experts=none,
+        embed=zero, barrier=zero,
+    )  # fmt: skip
+    return lower_bound(slab.shape, costs.compute_only(slab), sync)
 
 
 def exact_times(
