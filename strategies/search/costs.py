@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -12,59 +9,17 @@ from numpy.typing import NDArray
 from sim.cost.ledger import live_microbatches
 from sim.model.amounts import dtype_bytes
 from sim.problem import Problem
+from strategies.search.grid import Collectives, Grid
 from strategies.search.passes import Passes, Way
 from strategies.search.recurrence import StageTimes, Sync
 from strategies.search.slab import Slab
-from strategies.search.wires import Both, Cells, Wires, stage_cells
+from strategies.search.wires import Wires
 
 __all__ = ["Costs"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-KNOTS = 6
-"""Sizes at which a collective is priced when a slab has more sizes than this."""
-
-
-class _Grid:
-    """Which cells the stages of a slab get: distinct ones priced once.
-
-    Attributes:
-        cells: distinct cells. of: number of each stage's, shape (n, P).
-        patterns: number of the pattern of each distinct cells.
-    """
-
-    def __init__(self, slab: Slab) -> None:
-        both = np.concatenate([slab.tp, slab.pp], axis=1)
-        _, first, self.inverse = np.unique(both, axis=0, return_index=True, return_inverse=True)
-        self.inverse = self.inverse.reshape(-1)
-        few = slab.take(first)
-        group, index = few.groups()
-        tp, pp = (np.take_along_axis(x, group, axis=1) for x in (few.tp, few.pp))
-        wide = pp if slab.knobs.scatter else np.zeros_like(pp)
-        code = ((group * 1024 + tp) * 4096 + index) * 4096 + wide
-        _, at, of = np.unique(code, return_index=True, return_inverse=True)
-        self.few = of.reshape(code.shape)
-        self.of = self.few[self.inverse]
-        flat = [x.reshape(-1)[at].tolist() for x in (group, tp, pp, index)]
-        self.cells = [
-            stage_cells(slab.pools[g], t, p, slab.dp, i, slab.knobs.scatter)
-            for g, t, p, i in zip(*flat, strict=True)
-        ]
-        names: dict[object, int] = {}
-        self.patterns = np.array([names.setdefault(c.pattern, len(names)) for c in self.cells])
-
-    def pairs(
-        self, price: Callable[[Cells, Cells, float], Both], nbytes: float, in_step: bool, shift: int
-    ) -> Floats:
-        """Price every stage with the one ``shift`` further on (around the end), shape (n, P)."""
-        other = np.roll(self.few, -shift, axis=1)
-        count = len(self.cells)
-        known, of = np.unique(self.few * count + other, return_inverse=True)
-        pairs = ((self.cells[c // count], self.cells[c % count]) for c in known.tolist())
-        found = np.array([price(a, b, nbytes)[in_step] for a, b in pairs])
-        return np.asarray(found[of.reshape(other.shape)][self.inverse])
 
 
 class Costs:
@@ -78,7 +33,7 @@ class Costs:
         self.problem = problem
         self.passes = Passes(problem)
         self.wires = Wires(problem.machine)
-        self._last: tuple[object, _Grid] | None = None
+        self._last: tuple[object, Grid] | None = None
 
     # -- per way --------------------------------------------------------------------------------
 
@@ -249,14 +204,14 @@ class Costs:
             sent_b[:, 1:][mine], got_b[:, :-1][mine] = up[:, 1:][mine], gathered[:, :-1][mine]
         return sent_f, sent_b, got_f, got_b
 
-    def _grid(self, slab: Slab) -> _Grid:
+    def _grid(self, slab: Slab) -> Grid:
         """The cells of a slab; times and sync of one slab are asked for in a row."""
         key = (
             tuple(p.name for p in slab.pools), slab.dp, slab.knobs.scatter,
             slab.tp.tobytes(), slab.pp.tobytes(),
         )  # fmt: skip
         if self._last is None or key != self._last[0]:
-            self._last = (key, _Grid(slab))
+            self._last = (key, Grid(slab))
         return self._last[1]
 
     # -- after the passes -----------------------------------------------------------------------
@@ -268,7 +223,7 @@ class Costs:
 
         Args:
             slab: candidates with layers. in_step: as for ``times``.
-            exact: price every size of a collective; False interpolates between ``KNOTS`` sizes.
+            exact: price every size of a collective; False interpolates between a few of them.
             shards: replicas that share optimizer states, when they are more than the slab's.
         """
         job, passes = self.problem.job, self.passes
@@ -291,7 +246,7 @@ class Costs:
         if slab.dp > 1:
             width = dtype_bytes(job.reduction_dtype)
             kind = "reduce_scatter" if slab.knobs.zero else "all_reduce"
-            price = _Collectives(self.wires, self._grid(slab), slab.knobs.chunks, in_step, exact)
+            price = Collectives(self.wires, self._grid(slab), slab.knobs.chunks, in_step, exact)
             reduced = price(kind, summed * width, 1)
             if slab.knobs.zero:
                 gathered = price("all_gather", summed * job.param_bytes, 1)
@@ -319,29 +274,3 @@ class Costs:
                 # The last stage lies one before the first, around the end.
                 found += self._grid(slab).pairs(self.wires.tied, nbytes, in_step, -1)[:, 0]
         return found
-
-
-class _Collectives:
-    """Prices a collective over the replicas of every stage of a slab."""
-
-    def __init__(self, wires: Wires, grid: _Grid, chunks: int, in_step: bool, exact: bool) -> None:
-        self.wires, self.grid, self.in_step, self.exact = wires, grid, in_step, exact
-        self.pattern = np.tile(grid.patterns[grid.of], (1, chunks)).reshape(-1)
-        self.order = np.argsort(self.pattern, kind="stable")
-
-    def __call__(self, kind: str, nbytes: Floats, every: int) -> Floats:
-        found, flat = np.zeros(nbytes.size), nbytes.reshape(-1)
-        numbers, firsts = np.unique(self.grid.patterns, return_index=True)
-        edges = np.searchsorted(self.pattern[self.order], np.append(numbers, len(numbers)))
-        for k, first in enumerate(firsts):
-            rows = self.order[edges[k] : edges[k + 1]]
-            price = partial(self.wires.between, kind, self.grid.cells[first], every)
-            found[rows] = self._sizes(price, flat[rows])
-        return found.reshape(nbytes.shape)
-
-    def _sizes(self, price: Callable[[float], Both], nbytes: Floats) -> Floats:
-        sizes, inverse = np.unique(nbytes, return_inverse=True)
-        if self.exact or len(sizes) <= KNOTS:
-            return np.array([price(float(s))[self.in_step] for s in sizes])[inverse.reshape(-1)]
-        knots = sizes[np.linspace(0, len(sizes) - 1, KNOTS).astype(np.int64)]
-        return np.interp(nbytes, knots, [price(float(s))[self.in_step] for s in knots])

@@ -27,20 +27,19 @@ from strategies.search.screen import (
     count_splits,
     every_split,
     exact_times,
-    fits,
     place_layers,
     rough_times,
 )
 from strategies.search.shortlist import Incumbent, Shortlist
 from strategies.search.slab import Knobs, Slab, plan_key, structure_key
 from strategies.search.space import blocks_of
-from strategies.search.split import moves
 from strategies.search.structures import (
     Block,
     count_structures,
     enumerate_block,
     structures_by_stages,
 )
+from strategies.search.tune import refine, tune
 
 __all__ = ["Effort", "Evaluator", "Progress"]
 
@@ -112,12 +111,14 @@ class Evaluator:
 
     # -- helpers --------------------------------------------------------------------------------
 
-    def _late(self) -> bool:
+    def late(self) -> bool:
+        """Whether the deadline has passed; nothing new is started then."""
         if time.monotonic() > self.deadline:
             self.stopped = True
         return self.stopped
 
-    def _tell(self, what: str, done: int, total: int) -> None:
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Report progress."""
         if self.progress is not None:
             self.progress(what, done, total)
 
@@ -145,7 +146,7 @@ class Evaluator:
         tps = frozenset(np.unique(slab.tp).tolist())
         return self._legal(slab.num_stages, slab.num_microbatches, slab.dp, tps)
 
-    def _judge(self, slabs: list[Slab]) -> None:
+    def judge(self, slabs: list[Slab]) -> None:
         """Exact times of candidates with layers, into ``ranked``."""
         slabs = [s for s in slabs if len(s)]
         prices = [self.price(s) for s in slabs]
@@ -186,9 +187,9 @@ class Evaluator:
         self.space = int(sum(s if self.whole else n for s, n in sizes))
         if self.whole:
             for i, block in enumerate(blocks):
-                self._tell("plans", i, len(blocks))
+                self.tell("plans", i, len(blocks))
                 self._whole_block(block)
-                if self._late():
+                if self.late():
                     return
             return
         screened = Shortlist(self.effort.shortlist)
@@ -200,12 +201,12 @@ class Evaluator:
         blocks = blocks_of(self.costs, pools, self.choices, knobs=(self._plain_knobs(),))
         screened = Shortlist(self.effort.shortlist)
         for i, block in enumerate(blocks):
-            self._tell("structures", i, len(blocks))
-            if self._late():
+            self.tell("structures", i, len(blocks))
+            if self.late():
                 break
             self._screen(block, total, screened, best)
-        self._tune(screened)
-        self._refine()
+        tune(self, screened)
+        refine(self)
 
     def _possible_knobs(self) -> list[Knobs]:
         """Knobs of every schedule that may occur, for what filling is sure to cost."""
@@ -255,7 +256,7 @@ class Evaluator:
                     part = legal.take(slice(first, first + step)).with_knobs(knobs)
                     plans = every_split(self.costs, part, self.pruned)
                     self._note(plans)
-                    self._judge([plans])
+                    self.judge([plans])
 
     def _note(self, placed: Slab) -> None:
         """Count candidates that fit, and keep the least bound among them."""
@@ -297,58 +298,3 @@ class Evaluator:
         slabs = [s for score, s in promising.best(best.size) if score < 1.1 * best.value]
         for slab, exact in zip(slabs, exact_times(self.costs, slabs), strict=True):
             best.add(exact * self.price(slab))
-
-    def _tune(self, screened: Shortlist) -> None:
-        """Exact times of the shortlist; the best again under every legal set of knobs."""
-        batches = screened.batches(256)
-        for i, batch in enumerate(batches):
-            self._tell("exact", i, len(batches))
-            # The estimate is within a few percent; far behind the incumbent nothing can win.
-            if self._late() or min(s.min() for _, s in batch) > 1.25 * self.incumbent.value:
-                break
-            self._judge([slab for slab, _ in batch])
-        chosen = [slab for _, slab in self.ranked.best(self.effort.tuned)]
-        seen: set[bytes] = set()
-        for i, slab in enumerate(chosen):
-            self._tell("knobs", i, len(chosen))
-            if self._late():
-                return
-            variants = []
-            for knobs in self.knobs(slab):
-                if knobs != slab.knobs:
-                    bare = slab.with_layers(slab.layers[:, :0]).with_knobs(knobs)
-                    placed = place_layers(self.costs, bare, Counter())
-                    if len(placed) and plan_key(placed) not in seen:
-                        seen.add(plan_key(placed))
-                        variants.append(placed)
-            self.evaluated += len(variants)
-            self._judge(variants)
-
-    def _refine(self) -> None:
-        """Move single layers between stages of the best plans while that helps."""
-        done: set[bytes] = set()
-        for turn in range(self.effort.rounds):
-            self._tell("layers", turn, self.effort.rounds)
-            tried = []
-            for _, slab in self.ranked.best(self.effort.refined):
-                if plan_key(slab) in done:
-                    continue
-                done.add(plan_key(slab))
-                tried.append(self._neighbours(slab))
-            tried = [t for t in tried if len(t)]
-            if not tried or self._late():
-                return
-            self.evaluated += sum(map(len, tried))
-            self._judge(tried)
-
-    def _neighbours(self, slab: Slab) -> Slab:
-        """The plan with one layer moved, as far as memory allows and the estimate is close."""
-        found = moves(slab.layers[0], self.costs.most_layers(slab)[0])
-        wide = slab.repeat(len(found)).with_layers(found)
-        if not len(wide):
-            return wide
-        wide = wide.take(fits(self.costs, wide))
-        if len(wide) > 64:
-            rough = rough_times(self.costs, wide)
-            wide = wide.take(np.argpartition(rough, 63)[:64])
-        return wide

@@ -15,9 +15,10 @@ from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Effort, Evaluator, Progress
 from strategies.search.finalists import Contender, play
+from strategies.search.mixed import MixedPlan, draft_of_mixed
 from strategies.search.options import choices_of
 from strategies.search.pools import Pool, pools_of
-from strategies.search.replicas import MixedPlan, draft_of_mixed, search_replicas
+from strategies.search.replicas import search_replicas
 from strategies.search.result import Finalist, SearchResult
 from strategies.search.slab import Slab, structure_key
 from strategies.search.store import RunTable

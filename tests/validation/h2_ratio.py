@@ -46,12 +46,11 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the study.
 
     Args:
-        cluster, memory: what was searched. hetero: all types. homo: each type by itself.
+        label: what was searched. hetero: all types. homo: each type by itself.
         lacking: types on which nothing fits.
     """
 
-    cluster: str
-    memory: str
+    label: str
     hetero: Side
     homo: tuple[Side, ...]
     lacking: tuple[str, ...] = ()
@@ -84,21 +83,19 @@ def one_side(problem: Problem, name: str, effort: Effort | None, **pins: object)
 
 
 def study(
-    cluster: str,
-    memory: str,
-    model: str = "h2_100b",
-    effort: Effort | None = None,
+    problem: Problem,
+    label: str,
     known: dict[str, Side] | None = None,
+    effort: Effort | None = None,
 ) -> Ratio:
-    """Both sides of the ratio for one cluster and one memory size of the smallest chip.
+    """Both sides of the ratio.
 
     Args:
-        cluster, memory: what. model: name of a bundled one. effort: of every search.
-        known: homogeneous sides of the same cluster that do not depend on the memory; filled.
+        problem: cluster, model and job. label: what is varied, for people.
+        known: homogeneous sides that do not depend on what is varied, used and filled.
+        effort: of every search.
     """
     known = {} if known is None else known
-    change = f"cluster.accelerators.{SMALLEST}.memory={memory}"
-    problem = load_problem(cluster, model, cluster, [change])
     homo, lacking = [], []
     for name in sorted(problem.machine.accelerators):
         try:
@@ -108,16 +105,24 @@ def study(
                 known[name] = side
         except InfeasibleError as error:
             lacking.append(f"{name}: {error}")
-    hetero = one_side(problem, "all four", effort)
     return Ratio(
-        cluster=cluster, memory=memory, hetero=hetero, homo=tuple(homo), lacking=tuple(lacking)
+        label=label,
+        hetero=one_side(problem, "all types", effort),
+        homo=tuple(homo),
+        lacking=tuple(lacking),
     )
+
+
+def bundled(cluster: str, memory: str) -> Problem:
+    """The 100B model on a bundled cluster, with this memory on the smallest chip."""
+    change = f"cluster.accelerators.{SMALLEST}.memory={memory}"
+    return load_problem(cluster, "h2_100b", cluster, [change])
 
 
 def lines(ratio: Ratio) -> list[str]:
     """The study of one cluster and memory size as text."""
     text = [
-        f"{ratio.cluster}, {SMALLEST} with {ratio.memory}: ratio {100 * ratio.shared:.1f} % with "
+        f"{ratio.label}: ratio {100 * ratio.shared:.1f} % with "
         f"contention, {100 * ratio.alone:.1f} % without"
     ]
     for side in (*ratio.homo, ratio.hetero):
@@ -139,7 +144,8 @@ def main(clusters: Sequence[str] = CLUSTERS, memory: Sequence[str] = MEMORY) -> 
     for cluster in clusters:
         known: dict[str, Side] = {}
         for size in memory:
-            for line in lines(study(cluster, size, known=known)):
+            label = f"{cluster}, {SMALLEST} with {size}"
+            for line in lines(study(bundled(cluster, size), label, known)):
                 print(line, flush=True)
     print(f"{time.monotonic() - began:.0f} s")
 
