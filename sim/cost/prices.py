@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 __all__ = ["FlowSpec", "Prices"]
 
 
-class FlowSpec(msgspec.Struct, frozen=True):
+class FlowSpec(msgspec.Struct, frozen=True, gc=False):
     """One fluid flow of a node (a folded node's flow stands for several equal ones).
 
     Args:

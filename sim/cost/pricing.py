@@ -187,56 +187,51 @@ def group_keys(machine: Machine, wiring: Wiring, chips: Sequence[int] = ()) -> l
     """
     where = places(machine)
     num_ranks = 1 + max((*wiring.cell_of, *(r for g in wiring.groups for r in g)), default=-1)
-    own: list[set[Hashable]] = [set() for _ in range(num_ranks)]
-    of_cell: dict[tuple[int, int], set[Hashable]] = defaultdict(set)
+    own: list[set[int]] = [set() for _ in range(num_ranks)]
+    of_cell: dict[tuple[int, int], set[int]] = defaultdict(set)
     chip_of = chips or range(num_ranks)
     busy = _nic_users(machine, wiring, chip_of)
+    numbers: dict[Hashable, int] = {}
     for g, ranks in enumerate(wiring.groups):
         roles = tuple(sorted(wiring.roles[g]))
         if roles == ("world",):
             continue
-        order = where.in_order([chip_of[r] for r in ranks])
-        hops = [_hop(where, a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-        pattern = _pattern(where, order, hops)
+        pattern = _pattern(where, where.in_order([chip_of[r] for r in ranks]))
+        number = numbers.setdefault((roles, pattern), len(numbers))
         for r in ranks:
-            own[r].add((roles, pattern))
+            own[r].add(number)
         cell = wiring.cell_of.get(ranks[0])
         if cell is not None and not INNER_ROLES.isdisjoint(roles):
-            share = max((busy[cell.stage, r].get(g, 1) for r in roles), default=1)
+            share = max(busy[cell.stage, r].get(g, 1) for r in roles)
+            number = numbers.setdefault((number, share), len(numbers))
             for r in ranks:
                 at = wiring.cell_of[r]
-                of_cell[at.stage, at.replica].add((roles, pattern, share))
+                of_cell[at.stage, at.replica].add(number)
     keys: list[Hashable] = []
-    cells = {at: tuple(sorted(found, key=repr)) for at, found in of_cell.items()}
+    cells = {at: tuple(sorted(found)) for at, found in of_cell.items()}
     for r in range(num_ranks):
         cell = wiring.cell_of.get(r)
         whole = cells.get((cell.stage, cell.replica), ()) if cell else ()
-        keys.append((tuple(sorted(own[r], key=repr)), whole))
+        keys.append((tuple(sorted(own[r])), whole))
     return keys
 
 
 INNER_ROLES = frozenset(INNER_GROUPS)
 
 
-def _hop(where: Places, a: int, b: int) -> tuple[bool, float, float]:
-    """(leaves the node, latency, rate) from chip to chip."""
-    if where.node[a] == where.node[b]:
-        node = where.machine.nodes[where.node[a]]
-        return False, node.fabric_latency, node.fabric_rate
-    hop = where.path(a, b)
-    return True, hop.latency, hop.rate
-
-
-def _pattern(
-    where: Places, order: Sequence[int], hops: Sequence[tuple[bool, float, float]]
-) -> tuple[Hashable, ...]:
+def _pattern(where: Places, order: Sequence[int]) -> tuple[Hashable, ...]:
+    """Per chip in ring order: node, island and NIC by first appearance, the node, the way on."""
     seen: dict[object, int] = {}
     found: list[Hashable] = []
-    for chip, hop in zip(order, hops, strict=True):
+    for chip, after in zip(order, [*order[1:], order[0]], strict=True):
         node = where.machine.nodes[where.node[chip]]
         nic = (node.index, node.chip_nic[chip - node.chips[0]])
         numbers = [seen.setdefault(x, len(seen)) for x in (node.index, node.island, nic)]
-        found.append((*numbers, node.profile, hop))
+        if where.node[after] == node.index:
+            found.append((*numbers, node.profile, node.fabric_latency, node.fabric_rate))
+        else:
+            hop = where.path(chip, after)
+            found.append((*numbers, node.profile, hop.latency, hop.rate))
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ from sim.engine.messages import Handled, MessagePrice, Messages
 from sim.engine.overlap import Overlap
 from sim.errors import SimulationError
 from sim.hardware.route import path
+from sim.plan.flat import flatten
 from sim.plan.fold import fold_plan
 from sim.plan.graph import OpGraph, build_graph
 from sim.plan.passes import expand
@@ -83,6 +84,7 @@ def lay_out(
     path: Callable[[int, int], Sequence[int]] | None = None,
     link_key: Callable[[int], Hashable] | None = None,
     blocking: frozenset[int] = frozenset(),
+    wiring: Wiring | None = None,
 ) -> Layout:
     """Build programs, wiring and op graph of a plan.
 
@@ -92,16 +94,18 @@ def lay_out(
         rank_keys: per rank, what else must be equal for two ranks to fold (accelerator, faults).
         path, link_key: links between two ranks and what a link is, for folding.
         blocking: ranks on which compute blocks the issuer.
+        wiring: of the placement, when it is there already.
 
     Raises:
         PlanError: the plan's programs are not well formed.
     """
-    programs, wiring = expand(plan), wire(plan.placement)
+    programs, wiring = expand(plan), wiring or wire(plan.placement)
+    flats = [flatten(p) for p in programs]
     tables = resolve_tables(plan.tables, steps)
     classes = None
     if fold:
-        classes = fold_plan(plan, programs, wiring, tables, rank_keys, path, link_key)
-    graph = build_graph(programs, wiring, steps, classes, plan.buffers, blocking)
+        classes = fold_plan(plan, programs, wiring, tables, rank_keys, path, link_key, flats)
+    graph = build_graph(programs, wiring, steps, classes, plan.buffers, blocking, flats)
     return Layout(
         plan=plan, programs=programs, wiring=wiring, graph=graph, tables=tables, steps=steps
     )
@@ -178,7 +182,8 @@ def simulate(
         return link.rate, link.latency, link.curve, link.flow_cap, changed.get(link.name)
 
     suffers = faulty(faults, n)
-    near = group_keys(machine, wire(plan.placement), chip_of) if fold else [()] * n
+    wiring = wire(plan.placement)
+    near = group_keys(machine, wiring, chip_of) if fold else [()] * n
     keys: list[Hashable] = [(kinds[r].name, suffers[r], near[r]) for r in range(n)]
 
     def layout_of(rank_keys: Sequence[Hashable]) -> Layout:
@@ -190,6 +195,7 @@ def simulate(
             path=lambda a, b: path(machine, chip_of[a], chip_of[b]).links,
             link_key=link_key,
             blocking=frozenset(r for r in range(n) if not kinds[r].async_compute),
+            wiring=wiring,
         )
 
     def prepare(run: Execution) -> None:

@@ -11,79 +11,14 @@ import difflib
 from collections import defaultdict
 
 from sim.errors import PlanError
+from sim.plan.flat import Flat
 from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
-from sim.plan.program import Block, Program
 
-__all__ = ["EXPERTS", "Flat", "flatten", "resolve"]
+__all__ = ["EXPERTS", "resolve"]
 
 EXPERTS = "experts"
 """Label of REDUCE_GRAD and UNSHARD of a stage's routed experts, apart from its other parameters."""
-
-Path = tuple[int, ...]
-
-
-class Flat:
-    """A program as flat lists; repeats are named by an id.
-
-    Attributes:
-        ops: static ops in list order, those of ``on`` blocks left out.
-        paths: ids of the repeats around each op, outermost first.
-        counts: repeat id -> count (STEPS for the run's steps).
-        layout: the blocks as ("op", position) and ("repeat", id, layout) for unrolling.
-        handlers: ``on`` blocks, message kind -> ops.
-        same: first position of the op's name, for names that stand in several blocks.
-    """
-
-    __slots__ = ("counts", "handlers", "layout", "ops", "paths", "same")
-
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.paths: list[Path] = []
-        self.counts: list[int] = []
-        self.layout: list[tuple[object, ...]] = []
-        self.handlers: dict[str, tuple[Op, ...]] = {}
-        self.same: list[int] = []
-
-
-def flatten(program: Program) -> Flat:
-    """Lay a program out.
-
-    Raises:
-        PlanError: an ``on`` block is nested or given twice for one message.
-    """
-    flat = Flat()
-
-    def visit(block: Block, path: Path, layout: list[tuple[object, ...]]) -> None:
-        if block.form == "on":
-            if path or block.message in flat.handlers:
-                raise PlanError(
-                    "an on block stands alone, once per message", found=f"on({block.message})"
-                )
-            flat.handlers[block.message] = tuple(i for i in block.items if isinstance(i, Op))
-            return
-        inner = layout
-        if block.form == "repeat":
-            flat.counts.append(block.count)
-            path = (*path, len(flat.counts) - 1)
-            inner = []
-            layout.append(("repeat", path[-1], inner))
-        for item in block.items:
-            if isinstance(item, Op):
-                inner.append(("op", len(flat.ops)))
-                flat.ops.append(item)
-                flat.paths.append(path)
-            else:
-                visit(item, path, inner)
-
-    for block in program.blocks:
-        visit(block, (), flat.layout)
-    first: dict[tuple[object, ...], int] = {}
-    flat.same = [
-        first.setdefault((op.stage, op.kind, op.mb, op.part, op.label), i)
-        for i, op in enumerate(flat.ops)
-    ]
-    return flat
 
 
 class _Names:
@@ -95,16 +30,14 @@ class _Names:
         self.by_stage: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.first_f: dict[tuple[int, str], int] = {}
         self.sole = next(iter(hosted)) if len(hosted) == 1 else -1
-        written = any(op.deps for op in ops)
+        self.ops = ops
+        wanted = {dep.name for op in ops for dep in op.deps or ()}
+        named = {kind for kind in KINDS if any(kind in name for name in wanted)}
         for i, op in enumerate(ops):
             stage = self.stage(op)
-            if written:
-                name = op.name
-                self.by_name[name].append(i)
-                if stage >= 0 and op.stage < 0:
-                    self.by_name[f"{stage}{name}"].append(i)
-                elif op.stage == self.sole >= 0:
-                    self.by_name[name[len(str(op.stage)) :]].append(i)
+            if op.kind in named:
+                for name in self.names(op):
+                    self.by_name[name].append(i)
             self.by_key[op.kind, stage, op.mb, op.part].append(i)
             self.by_stage[op.kind, stage].append(i)
             if op.kind == "F":
@@ -112,6 +45,22 @@ class _Names:
 
     def stage(self, op: Op) -> int:
         return op.stage if op.stage >= 0 else self.sole
+
+    def names(self, op: Op) -> list[str]:
+        """The op's name, with and without the stage where the rank hosts only one."""
+        name = op.name
+        if self.sole >= 0 and op.stage < 0:
+            return [name, f"{self.sole}{name}"]
+        if op.stage == self.sole >= 0:
+            return [name, name[len(str(op.stage)) :]]
+        return [name]
+
+    def at(self, i: int, kind: str, stage: int, mb: int, part: int) -> list[int]:
+        """Positions of such ops before the i-th: of the part, or else of the whole microbatch."""
+        hits = _before(self.by_key.get((kind, stage, mb, part)), i)
+        if not hits and part >= 0:
+            hits = _before(self.by_key.get((kind, stage, mb, -1)), i)
+        return hits
 
 
 def resolve(flat: Flat, hosted: frozenset[int] = frozenset()) -> list[list[tuple[int, int]]]:
@@ -152,7 +101,8 @@ def _written(i: int, op: Op, flat: Flat, names: _Names) -> list[tuple[int, int]]
     for dep in op.deps or ():
         hits = names.by_name.get(dep.name)
         if not hits:
-            near = difflib.get_close_matches(dep.name, names.by_name, n=1)
+            known = [name for other in names.ops for name in names.names(other)]
+            near = difflib.get_close_matches(dep.name, known, n=1)
             raise PlanError(
                 f"{op.name} depends on {dep.name}, which is not an op of its rank",
                 found=dep.name,
@@ -190,48 +140,60 @@ def _implied(
     i: int, op: Op, ops: list[Op], names: _Names, hosted: frozenset[int]
 ) -> list[tuple[int, int]]:
     kind, stage = op.kind, names.stage(op)
-    key = names.by_key
-
-    def at(kind_: str, stage_: int = stage, mb: int = op.mb) -> list[int]:
-        hits = [j for j in key.get((kind_, stage_, mb, op.part), ()) if j < i]
-        if not hits and op.part >= 0:
-            hits = [j for j in key.get((kind_, stage_, mb, -1), ()) if j < i]
-        return hits
-
-    def same(hits: list[int]) -> list[int]:
-        return [j for j in hits if ops[j].label == op.label] or hits
-
     found: list[int] = []
     if kind == "F":
-        found = _arrivals(at, "RECV_F", "f", ops) or _last(
-            at("F", stage - 1) if stage - 1 in hosted else []
-        )
-        found += _last(at("F")) + _last(_of_segment(i, op, ops, names, "UNSHARD"))
+        above = names.at(i, "F", stage - 1, op.mb, op.part) if stage - 1 in hosted else []
+        found = _arrivals(i, op, ops, names, "F") or _last(above)
+        found = found + _last(names.at(i, "F", stage, op.mb, op.part))
+        found += _last(_of_segment(i, op, ops, names, "UNSHARD"))
         return [(j, 0) for j in found] + _updates(i, op, ops, names)
-    if kind in ("B", "I", "R"):
-        found = _last(same(at("F"))) + _last(same(at("R")))
-        if kind != "R":
-            arrived = _arrivals(at, "RECV_B", "b", ops)
-            local = at("I", stage + 1) or at("B", stage + 1) if stage + 1 in hosted else []
-            found += arrived or _last(local)
-            found += _last([j for j in at("B") + at("I") if j != i])
-    elif kind == "W":
-        found = _last(same(at("I")))
-    elif kind == "SEND_F":
-        found = _last([j for j in at("ENCODE") if ops[j].label == op.label]) or _last(at("F"))
-    elif kind == "SEND_B":
-        found = _last([j for j in at("ENCODE") if ops[j].label == op.label]) or _last(
-            at("I") or at("B")
-        )
+    if kind in ("B", "I", "R", "W"):
+        found = _backward(i, op, ops, names, hosted)
+    elif kind in ("SEND_F", "SEND_B"):
+        coded = names.at(i, "ENCODE", stage, op.mb, op.part)
+        found = _last([j for j in coded if ops[j].label == op.label])
+        for maker in ("F",) if kind == "SEND_F" else ("I", "B"):
+            found = found or _last(names.at(i, maker, stage, op.mb, op.part))
     elif kind == "ALL_GATHER" and op.label in ("f", "b"):
-        found = at(f"RECV_{op.label.upper()}")
+        found = names.at(i, f"RECV_{op.label.upper()}", stage, op.mb, op.part)
     elif kind == "DECODE":
-        found = [j for j in at("RECV_F") + at("RECV_B") if ops[j].label == op.label][-1:]
+        for way in "FB":
+            arrived = names.at(i, f"RECV_{way}", stage, op.mb, op.part)
+            found = _last([j for j in arrived if ops[j].label == op.label]) or found
     elif kind == "REDUCE_GRAD":
         found = _gradient(i, op, ops, names)
     elif kind == "OPT":
         found = _of_segment(i, op, ops, names, "REDUCE_GRAD") or _gradient(i, op, ops, names)
     return [(j, 0) for j in found]
+
+
+def _backward(i: int, op: Op, ops: list[Op], names: _Names, hosted: frozenset[int]) -> list[int]:
+    """What a B, I, R or W waits for on its rank."""
+    stage, mb, part = names.stage(op), op.mb, op.part
+
+    def same(kind: str) -> list[int]:
+        hits = names.at(i, kind, stage, mb, part)
+        return _last([j for j in hits if ops[j].label == op.label] or hits)
+
+    if op.kind == "W":
+        return same("I")
+    found = same("F") + same("R")
+    if op.kind == "R":
+        return found
+    arrived = _arrivals(i, op, ops, names, "B")
+    if not arrived and stage + 1 in hosted:
+        arrived = _last(
+            names.at(i, "I", stage + 1, mb, part) or names.at(i, "B", stage + 1, mb, part)
+        )
+    found += arrived
+    return found + _last(names.at(i, "B", stage, mb, part) + names.at(i, "I", stage, mb, part))
+
+
+def _before(positions: list[int] | None, i: int) -> list[int]:
+    """Those of some rising positions that come before the i-th."""
+    if not positions or positions[-1] < i:
+        return positions or []
+    return [j for j in positions if j < i]
 
 
 def _gradient(i: int, op: Op, ops: list[Op], names: _Names) -> list[int]:
@@ -243,17 +205,16 @@ def _last(hits: list[int]) -> list[int]:
     return hits[-1:]
 
 
-def _arrivals(at, recv: str, gather: str, ops: list[Op]) -> list[int]:  # type: ignore[no-untyped-def]
+def _arrivals(i: int, op: Op, ops: list[Op], names: _Names, way: str) -> list[int]:
     """What stands for an arrived tensor: the gathers behind the RECVs, decoders, or the RECVs."""
-    received: list[int] = at(recv)
+    where = (names.stage(op), op.mb, op.part)
+    received = names.at(i, f"RECV_{way}", *where)
     if not received:
         return []
-    gathered: list[int] = [j for j in at("ALL_GATHER") if ops[j].label == gather]
+    gathered = [j for j in names.at(i, "ALL_GATHER", *where) if ops[j].label == way.lower()]
     if gathered:
         return gathered
-    decoded = {
-        ops[j].label: j for j in at("DECODE") if any(ops[k].label == ops[j].label for k in received)
-    }
+    decoded = {ops[j].label: j for j in names.at(i, "DECODE", *where)}
     return [decoded.get(ops[j].label, j) for j in received]
 
 

@@ -8,10 +8,12 @@ with a weight gives the same times as all its members.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from sim.plan.deps import flatten
+import numpy as np
+
+from sim.plan.flat import Flat, flatten
+from sim.plan.hashing import dense, mix, renumber, sum_at
 from sim.plan.op import Op, Ref
 from sim.plan.plan import Plan
 from sim.plan.program import Program
@@ -33,7 +35,8 @@ def relations(
     """All (what, src, dst) transfer pieces and all (what, members) groups that the programs use.
 
     Args:
-        wiring: peers and groups. programs: static ops per program. ranks: ranks of each program.
+        wiring: peers and groups. ranks: of each program.
+        programs: static ops per program; those of one kind, stage, label, peer ... count once.
     """
     found: dict[Pair, None] = {}
     used_roles: set[int] = set()
@@ -72,41 +75,39 @@ def fold_ranks(
         pairs, groups: from ``relations``.
         path: links between two ranks, or None to ignore links. link_key: what a link is by itself.
     """
-    colour = _renumber(keys)
+    colour = np.array(renumber(keys), np.int64)
+    ends = np.array([(a, b) for _, a, b in pairs], np.int64).reshape(-1, 2).T
+    what = mix(np.array(renumber(p[0] for p in pairs), np.int64), 1)
     routes = [tuple(path(a, b)) if path else () for _, a, b in pairs]
-    links = sorted({x for r in routes for x in r})
-    link_colour = dict(
-        zip(links, _renumber([link_key(x) if link_key else 0 for x in links]), strict=True)
+    on_pair = np.repeat(np.arange(len(routes)), np.array([len(r) for r in routes], np.int64))
+    at = [k for r in routes for k in range(len(r))]
+    used, on_link = np.unique(
+        np.array([x for r in routes for x in r], np.int64), return_inverse=True
     )
-    what = _renumber([p[0] for p in pairs])
-    role = _renumber([g[0] for g in groups])
-    counts = (-1, -1)
+    on_link = on_link.reshape(-1)
+    place = mix(np.array(at, np.int64), 2)
+    own = renumber(link_key(x) if link_key else 0 for x in used.tolist())
+    link_own = mix(np.array(own, np.int64), 3)
+    role = mix(np.array(renumber(g[0] for g in groups), np.int64), 4)
+    sizes = np.array([len(g[1]) for g in groups], np.int64)
+    in_group = np.repeat(np.arange(len(groups)), sizes)
+    member = np.array([r for _, ranks in groups for r in ranks], np.int64)
+    links, counts = link_own, (-1, -1)
     while True:
-        new_counts = (len(set(colour)), len(set(link_colour.values())))
-        if new_counts == counts:
-            return colour
-        counts = new_counts
-        seen: dict[int, list[Hashable]] = defaultdict(list)
-        load: dict[int, list[Hashable]] = defaultdict(list)
-        for (_, a, b), w, route in zip(pairs, what, routes, strict=True):
-            pair = (w, colour[a], colour[b], tuple(link_colour[x] for x in route))
-            seen[a].append((0, pair))
-            seen[b].append((1, pair))
-            for x in route:
-                load[x].append(pair)
-        for n, (_, members) in zip(role, groups, strict=True):
-            inside = (n, tuple(sorted(colour[r] for r in members)))
-            for r in members:
-                seen[r].append((2, inside))
-        colour = _renumber([(c, tuple(sorted(seen[r]))) for r, c in enumerate(colour)])  # type: ignore[type-var]
-        fresh = _renumber([(link_colour[x], tuple(sorted(load[x]))) for x in links])  # type: ignore[type-var]
-        link_colour = dict(zip(links, fresh, strict=True))
-
-
-def _renumber(keys: Sequence[Hashable]) -> list[int]:
-    """Small integers for equal keys, in order of first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(k, len(numbers)) for k in keys]
+        ranks = mix(colour, 5)
+        route = sum_at(on_pair, mix(links[on_link] ^ place, 6), len(pairs))
+        pair = mix(what + mix(ranks[ends[0]], 7) + mix(ranks[ends[1]], 8) + route, 9)
+        group = mix(role + sum_at(in_group, ranks[member], len(groups)), 10)
+        seen = sum_at(ends[0], mix(pair, 11), len(colour)) + sum_at(
+            ends[1], mix(pair, 12), len(colour)
+        )
+        seen += sum_at(member, group[in_group], len(colour))
+        links = mix(link_own + sum_at(on_link, pair[on_pair], len(used)), 13)
+        colour, ranks_found = dense(mix(ranks + seen, 14))
+        found = (ranks_found, dense(links)[1])
+        if found == counts:
+            return renumber(colour.tolist())
+        counts = found
 
 
 def fold_plan(
@@ -117,15 +118,16 @@ def fold_plan(
     rank_keys: Sequence[Hashable] | None = None,
     path: LinkPath | None = None,
     link_key: Callable[[int], Hashable] | None = None,
+    flats: Sequence[Flat] | None = None,
 ) -> list[int]:
     """Classes of a plan's ranks.
 
     Args:
         plan, programs, wiring, tables: of the run.
         rank_keys: per rank, what else must be equal (accelerator, faults). path, link_key: see
-            fold_ranks.
+            fold_ranks. flats: the programs laid out, when that has been done.
     """
-    flats = [flatten(p) for p in programs]
+    flats = [flatten(p) for p in programs] if flats is None else flats
     program_of = {r: i for i, p in enumerate(programs) for r in p.ranks}
     n = 1 + max(program_of, default=-1)
     keys: list[Hashable] = []
@@ -140,7 +142,7 @@ def fold_plan(
         )
         handler = (rank,) if index >= 0 and flats[index].handlers else ()
         keys.append((index, what, own, handler, rank_keys[rank] if rank_keys else None))
-    pairs, groups = relations(wiring, [f.ops for f in flats], [p.ranks for p in programs])
+    pairs, groups = relations(wiring, [f.talkers for f in flats], [p.ranks for p in programs])
     return fold_ranks(keys, pairs, groups, path, link_key)
 
 

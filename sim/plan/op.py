@@ -22,7 +22,7 @@ from sim.plan.kinds import KINDS
 __all__ = ["Dep", "Op", "Ref", "format_op", "parse_op"]
 
 
-class Ref(msgspec.Struct, frozen=True):
+class Ref(msgspec.Struct, frozen=True, gc=False):
     """A late amount: the value of ``table`` at ``key``, ``lag`` steps earlier."""
 
     table: str
@@ -30,7 +30,7 @@ class Ref(msgspec.Struct, frozen=True):
     lag: int = 0
 
 
-class Op(msgspec.Struct, frozen=True, kw_only=True):
+class Op(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One op: kind, where it belongs, its stream, its dependencies and amounts, never seconds.
 
     Args:
@@ -79,7 +79,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
         return _name(self.stage, self.kind, self.mb, self.part, self.label)
 
 
-class Dep(msgspec.Struct, frozen=True):
+class Dep(msgspec.Struct, frozen=True, gc=False):
     """A dependency on the op called ``name``, ``distance`` iterations earlier."""
 
     name: str

@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from sim.errors import PlanError
-from sim.plan.deps import EXPERTS, flatten, resolve
+from sim.plan.deps import EXPERTS, resolve
+from sim.plan.flat import flatten
 from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
-from sim.plan.placement import Placement
+from sim.plan.placement import Boundary, Placement
 from sim.plan.plan import Call, Plan
 from sim.plan.program import STEPS, Block, Program, parse_program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
@@ -123,18 +124,23 @@ def _transfers(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> lis
     placement = plan.placement
     position = {s.stage: s.cell for s in placement.segments}
     chunked = len(placement.segments) > placement.num_stages
+    leaving: dict[tuple[str, int], list[tuple[Boundary, int]]] = defaultdict(list)
+    for b in placement.boundaries:
+        if position[b.src] != position[b.dst]:
+            leaving["F", b.src].append((b, position[b.dst]))
+            if b.gradient:
+                leaving["B", b.dst].append((b, position[b.src]))
     sends: dict[tuple[int, int, int, int], list[Op]] = defaultdict(list)
     listed: dict[tuple[int, int], bool] = {}
     for v in variants:
         first = (v.position, v.microbatches) not in listed
         listed[v.position, v.microbatches] = True
-        for op in v.ops:
-            for send, peer in _sends_of(op, placement, position, chunked):
-                if first:
-                    sends[v.microbatches, v.position, peer, send.channel].append(send)
+        for op in v.ops if first else ():
+            for send, peer in _sends_of(op, leaving, chunked):
+                sends[v.microbatches, v.position, peer, send.channel].append(send)
     out = []
     for v in variants:
-        receives = _receives(v, placement, position, sends)
+        receives = _receives(v, placement, sends)
         ops: list[Op] = []
         for i, op in enumerate(v.ops):
             for recv in receives[i]:
@@ -143,41 +149,41 @@ def _transfers(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> lis
                     label = recv.kind[-1].lower()
                     ops.append(Op(kind="ALL_GATHER", stage=recv.stage, mb=recv.mb, label=label))
             ops.append(op)
-            ops += [send for send, _ in _sends_of(op, placement, position, chunked)]
+            ops += [send for send, _ in _sends_of(op, leaving, chunked)]
         out.append(msgspec.structs.replace(v, ops=tuple(ops)))
     return out
 
 
 def _sends_of(
-    op: Op, placement: Placement, position: dict[int, int], chunked: bool
+    op: Op, leaving: dict[tuple[str, int], list[tuple[Boundary, int]]], chunked: bool
 ) -> list[tuple[Op, int]]:
-    """SENDs behind a compute op, each with the pipeline position of its receiver."""
-    found = []
-    for b in placement.boundaries:
-        if position[b.src] == position[b.dst]:
-            continue
-        if op.kind == "F" and b.src == op.stage:
-            found.append(
-                (Op(kind="SEND_F", stage=op.stage, mb=op.mb, label=b.name), position[b.dst])
-            )
-        elif op.kind in ("B", "I") and b.dst == op.stage and b.gradient:
-            send = Op(kind="SEND_B", stage=op.stage, mb=op.mb, label=b.name, channel=int(chunked))
-            found.append((send, position[b.src]))
-    return found
+    """SENDs behind a compute op, each with the pipeline position of its receiver.
+
+    Args:
+        op: the compute op. leaving: boundaries by ("F" or "B", sending stage), with that position.
+        chunked: gradients go over a channel of their own.
+    """
+    if op.kind not in ("F", "B", "I"):
+        return []
+    way = "F" if op.kind == "F" else "B"
+    channel = int(chunked and way == "B")
+    return [
+        (Op(kind=f"SEND_{way}", stage=op.stage, mb=op.mb, label=b.name, channel=channel), peer)
+        for b, peer in leaving.get((way, op.stage), ())
+    ]
 
 
 def _receives(
     variant: Variant,
     placement: Placement,
-    position: dict[int, int],
     sends: dict[tuple[int, int, int, int], list[Op]],
 ) -> list[list[Op]]:
     """RECVs to list before each compute op of the variant."""
+    of_end = {("SEND_F", b.src, b.name): b.dst for b in placement.boundaries}
+    of_end |= {("SEND_B", b.dst, b.name): b.src for b in placement.boundaries}
     slot: dict[tuple[str, int, int], int] = {}
     for i, op in enumerate(variant.ops):
-        slot["F" if op.kind == "F" else "B", op.stage, op.mb] = min(
-            i, slot.get(("F" if op.kind == "F" else "B", op.stage, op.mb), i)
-        )
+        slot.setdefault(("F" if op.kind == "F" else "B", op.stage, op.mb), i)
     before: list[list[Op]] = [[] for _ in variant.ops]
     for (m, _, peer, channel), listed in sends.items():
         if m != variant.microbatches or peer != variant.position:
@@ -186,12 +192,7 @@ def _receives(
         placed: list[tuple[int, Op]] = []
         for send in reversed(listed):
             forward = send.kind == "SEND_F"
-            boundary = next(
-                b
-                for b in placement.boundaries
-                if b.name == send.label and (b.src if forward else b.dst) == send.stage
-            )
-            stage = boundary.dst if forward else boundary.src
+            stage = of_end[send.kind, send.stage, send.label]
             latest = min(latest, slot["F" if forward else "B", stage, send.mb])
             kind = "RECV_F" if forward else "RECV_B"
             placed.append(

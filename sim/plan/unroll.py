@@ -7,54 +7,67 @@ order ops: dependencies, the stream's list order, and what blocks the issuer.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import PlanError
-from sim.plan.deps import Flat
+from sim.plan.flat import Flat, Layout
 from sim.plan.kinds import KINDS
 from sim.plan.op import Op
 from sim.plan.program import STEPS
 
-__all__ = ["LOCAL_STREAMS", "Template", "unroll"]
+__all__ = ["LOCAL_STREAMS", "Template", "stream_of", "unroll"]
 
 LOCAL_STREAMS = ("compute", "host", "d2h", "h2d")
 
+Ints = NDArray[np.int64]
+Prefix = tuple[int, ...]
+
 
 class Template:
-    """Op instances of one rank, numbered in list order.
+    """Op instances of one rank, numbered in list order; arrays over them unless said.
 
     Attributes:
-        static: position of each instance in Flat.ops. step: logical iteration of the outermost
-            repeat. piece: piece index of a transfer or of a group.
-        deps: (source, target) instance pairs of dependencies.
-        order: (source, target) pairs of stream order, blocking issuer and barriers.
-        slots: static position -> instances in list order, piece by piece.
-        consumer: RECV instance -> the first instance that depends on it.
-        compute_before: RECV instance -> last compute instance listed before it, or -1.
+        static: position in Flat.ops. step: logical iteration of the outermost repeat.
+        piece: piece index of a transfer or of a group.
+        dep_src, dep_dst: dependency edges. order_src, order_dst: edges of stream order, blocking
+            issuer and barriers.
+        slots: (number of a talker, piece) -> its instances in list order.
+        consumer: the first instance that depends on this one, where it stands on a pair; else -1.
+        compute_before: last compute instance listed before it, where it stands on a pair; else -1.
         priority: instances on a local stream that is served by priority.
     """
 
-    __slots__ = (
-        "compute_before",
-        "consumer",
-        "deps",
-        "order",
-        "piece",
-        "priority",
-        "slots",
-        "static",
-        "step",
-    )
+    def __init__(self, unroller: _Unroller) -> None:
+        u = unroller
+        self.static, self.step, self.piece = _array(u.static), _array(u.step), _array(u.piece)
+        self.dep_src, self.dep_dst = _array(u.dep_src), _array(u.dep_dst)
+        self.order_src, self.order_dst = _array(u.order_src), _array(u.order_dst)
+        self.priority = u.priority
+        n = len(self.static)
+        pair = np.array([s == "pair" for s in u.flat.streams], bool)[self.static]
+        self.compute_before = np.full(n, -1, np.int64)
+        self.compute_before[pair] = u.compute_before
+        self.consumer = np.full(n, n, np.int64)
+        np.minimum.at(self.consumer, self.dep_src, self.dep_dst)
+        self.consumer[~pair | (self.consumer == n)] = -1
+        self.slots = self._slots(u.flat)
 
-    def __init__(self) -> None:
-        self.static: list[int] = []
-        self.step: list[int] = []
-        self.piece: list[int] = []
-        self.deps: list[tuple[int, int]] = []
-        self.order: list[tuple[int, int]] = []
-        self.slots: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.consumer: dict[int, int] = {}
-        self.compute_before: dict[int, int] = {}
-        self.priority: dict[int, float] = {}
+    def _slots(self, flat: Flat) -> dict[tuple[int, int], Ints]:
+        talk = np.array(flat.talk, np.int64)[self.static]
+        on_wire = np.flatnonzero(talk >= 0)
+        width = 1 + int(self.piece.max(initial=0))
+        code = talk[on_wire] * width + self.piece[on_wire]
+        order = np.argsort(code, kind="stable")
+        codes, first = np.unique(code[order], return_index=True)
+        parts = np.split(on_wire[order], first[1:])
+        return {divmod(c, width): nodes for c, nodes in zip(codes.tolist(), parts, strict=False)}
+
+
+def _array(values: list[int]) -> Ints:
+    return np.array(values, np.int64)
 
 
 def stream_of(op: Op) -> str:
@@ -81,7 +94,7 @@ def unroll(
     Raises:
         PlanError: a dependency can never be satisfied.
     """
-    return _Unroller(flat, deps, pieces, steps, async_compute).run()
+    return Template(_Unroller(flat, deps, pieces, steps, async_compute))
 
 
 class _Unroller:
@@ -95,36 +108,46 @@ class _Unroller:
         steps: int,
         async_compute: bool,
     ) -> None:
-        self.flat, self.static_deps, self.pieces, self.steps = flat, deps, pieces, steps
+        self.flat, self.pieces, self.steps = flat, pieces, steps
         self.async_compute = async_compute
-        self.out = Template()
-        self.last: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self.static: list[int] = []
+        self.step: list[int] = []
+        self.piece: list[int] = []
+        self.dep_src: list[int] = []
+        self.dep_dst: list[int] = []
+        self.order_src: list[int] = []
+        self.order_dst: list[int] = []
+        self.compute_before: list[int] = []
+        self.priority: dict[int, float] = {}
+        self.deps = deps
+        # Turn of some repeats -> op -> its last instances in that turn.
+        self.turns: dict[Prefix, dict[int, list[int]]] = defaultdict(dict)
+        paths = set(flat.paths)
+        self.common = {(p, q): _common(p, q) for p in paths for q in paths}
+        self.depths = sorted(set(self.common.values()))
         self.prioritised = {
-            stream_of(op)
-            for op in flat.ops
-            if op.priority is not None and stream_of(op) in LOCAL_STREAMS
+            stream
+            for op, stream in zip(flat.ops, flat.streams, strict=True)
+            if op.priority is not None and stream in LOCAL_STREAMS
         }
         self.tail: dict[str, int] = {}
         self.blocker = -1
         self.fence = -1
         self.fenced: set[str] = set()
-        self.since: list[int] = []
         self.now = 0
+        self._layout(flat.layout, ())
 
-    def run(self) -> Template:
-        self._layout(self.flat.layout, ())
-        return self.out
-
-    def _layout(self, layout: list[tuple[object, ...]], counters: tuple[int, ...]) -> None:
+    def _layout(self, layout: Layout, counters: Prefix) -> None:
         for item in layout:
-            if item[0] == "op":
-                self._op(item[1], counters)  # type: ignore[arg-type]
+            if isinstance(item, int):
+                self._op(item, counters)
             else:
-                count = self.flat.counts[item[1]]  # type: ignore[call-overload]
+                number, inner = item
+                count = self.flat.counts[number]
                 for k in range(self.steps if count == STEPS else count):
-                    self._layout(item[2], (*counters, k))  # type: ignore[arg-type]
+                    self._layout(inner, (*counters, k))
 
-    def _op(self, position: int, counters: tuple[int, ...]) -> None:
+    def _op(self, position: int, counters: Prefix) -> None:
         op = self.flat.ops[position]
         logical = counters
         if op.carried:
@@ -134,78 +157,74 @@ class _Unroller:
                 return
             logical = (*counters[:-1], counters[-1] - op.carried)
         self.now = logical[0] if logical else self.now
-        sources = self._sources(position, op, logical)
-        stream = stream_of(op)
-        out = self.out
-        mine = []
-        for piece in range(self.pieces[position]):
-            node = len(out.static)
-            mine.append(node)
-            out.static.append(position)
-            out.step.append(self.now)
-            out.piece.append(piece)
-            out.slots[position, piece].append(node)
-            out.deps += [(s, node) for s in sources]
-            for s in sources:
-                out.consumer.setdefault(s, node)
-            self._order(node, op, stream)
-        alone = not mine
-        for j in range(len(logical) + 1):
-            self.last[position, logical[:j]] = sources if alone else mine
-        if alone:
-            return
-        if op.kind == "BARRIER":
-            self.fence, self.fenced, self.since = mine[-1], set(), []
-        else:
-            self.since += mine
+        sources = self._sources(position, logical)
+        first, pieces = len(self.static), self.pieces[position]
+        mine = list(range(first, first + pieces))
+        for node in mine:
+            self.static.append(position)
+            self.step.append(self.now)
+            self.piece.append(node - first)
+            self.dep_src += sources
+            self.dep_dst += [node] * len(sources)
+            self._order(node, op, self.flat.streams[position])
+        for depth in self.depths:
+            self.turns[logical[:depth]][position] = mine or sources
+        if mine and op.kind == "BARRIER":
+            self.fence, self.fenced = mine[-1], set()
 
     def _order(self, node: int, op: Op, stream: str) -> None:
-        order = self.out.order
         if op.kind == "BARRIER":
-            order += [(s, node) for s in self.since]
-            if self.fence >= 0:
-                order.append((self.fence, node))
+            for before in range(max(self.fence, 0), node):
+                self._after(before, node)
             return
-        if stream in LOCAL_STREAMS:
+        local = stream in LOCAL_STREAMS
+        if local:
             if stream in self.prioritised:
-                self.out.priority[node] = op.priority if op.priority is not None else 0.0
+                self.priority[node] = op.priority if op.priority is not None else 0.0
             elif stream in self.tail:
-                order.append((self.tail[stream], node))
+                self._after(self.tail[stream], node)
         if self.fence >= 0 and (
-            stream not in LOCAL_STREAMS or stream in self.prioritised or stream not in self.fenced
+            not local or stream in self.prioritised or stream not in self.fenced
         ):
-            order.append((self.fence, node))
+            self._after(self.fence, node)
             self.fenced.add(stream)
         if stream == "pair":
-            self.out.compute_before[node] = self.tail.get("compute", -1)
+            self.compute_before.append(self.tail.get("compute", -1))
         if not self.async_compute and self.blocker >= 0:
-            order.append((self.blocker, node))
-        if stream in LOCAL_STREAMS:
+            self._after(self.blocker, node)
+        if local:
             self.tail[stream] = node
             if stream == "compute":
                 self.blocker = node
 
-    def _sources(self, position: int, op: Op, logical: tuple[int, ...]) -> list[int]:
+    def _after(self, before: int, node: int) -> None:
+        self.order_src.append(before)
+        self.order_dst.append(node)
+
+    def _sources(self, position: int, logical: Prefix) -> list[int]:
         """Instances the op depends on: per named target the latest one that fits."""
-        mine = self.flat.paths[position]
+        flat = self.flat
+        mine = flat.paths[position]
         best: dict[int, list[int]] = {}
-        for target, distance in self.static_deps[position]:
-            theirs = self.flat.paths[target]
-            common = 0
-            while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
-                common += 1
+        for target, distance in self.deps[position]:
+            common = self.common[mine, flat.paths[target]]
             prefix = logical[:common]
-            if common:
-                prefix = (*prefix[:-1], prefix[-1] - distance)
-            elif distance:
+            if distance and not common:
                 raise PlanError(
-                    f"{op.name} counts iterations of a repeat it is not in", found=f"@{distance}"
+                    f"{flat.ops[position].name} counts iterations of a repeat it is not in",
+                    found=f"@{distance}",
                 )
-            hit = self.last.get((target, prefix))
-            if hit is None:
-                continue
+            if distance:
+                prefix = (*prefix[:-1], prefix[-1] - distance)
+            hit = self.turns[prefix].get(target)
             # One name may stand in prologue, body and epilogue: the latest instance counts.
-            name = self.flat.same[target]
+            name = flat.same[target]
             if hit and (name not in best or best[name][-1] < hit[-1]):
                 best[name] = hit
         return [n for hit in best.values() for n in hit]
+
+
+def _common(mine: Prefix, theirs: Prefix) -> int:
+    """How many of the outermost repeats hold both."""
+    pairs = zip(mine, theirs, strict=False)
+    return sum(1 for _ in takewhile(lambda p: p[0] == p[1], pairs))

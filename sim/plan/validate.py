@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sim.errors import PlanError
-from sim.plan.deps import flatten
+from sim.plan.flat import flatten
 from sim.plan.fold import fold_plan, relations
 from sim.plan.graph import OpGraph, build_graph
 from sim.plan.kinds import KINDS
@@ -68,7 +68,7 @@ def validate(plan: Plan) -> None:
 def _classes(plan: Plan, programs: tuple[Program, ...], wiring: Wiring) -> list[int] | None:
     """Fold equal ranks, unless ranks of one class talk to each other: a circle would be hidden."""
     classes = fold_plan(plan, programs, wiring, resolve_tables(plan.tables, 2))
-    flats = [flatten(p).ops for p in programs]
+    flats = [flatten(p).talkers for p in programs]
     pairs, _ = relations(wiring, flats, [p.ranks for p in programs])
     return None if any(classes[a] == classes[b] for _, a, b in pairs) else classes
 

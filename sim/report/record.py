@@ -12,7 +12,7 @@ from sim.cost.prices import Prices
 from sim.engine.execute import Outcome
 from sim.engine.messages import Handled
 from sim.engine.simulate import Run
-from sim.plan.deps import flatten
+from sim.plan.flat import flatten
 from sim.plan.graph import OpGraph
 from sim.plan.op import Op
 from sim.plan.program import Program
