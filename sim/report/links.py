@@ -62,22 +62,29 @@ def link_use(run: Run) -> tuple[Floats, Floats]:
     if outcome.link_bytes:
         nbytes += np.array(outcome.link_bytes)
         busy += np.array(outcome.link_busy)
-    spans: dict[int, list[tuple[float, float]]] = {}
+    # Nodes of one message share what they carry, and many links carry the same messages.
+    nodes_of: dict[int, list[int]] = {}
     for node, carried in prices.carried.items():
-        if not np.isfinite(outcome.end[node]):
-            continue
-        interval = (float(outcome.start[node]), float(outcome.end[node]))
-        for link, size in carried:
-            nbytes[link] += size
-            spans.setdefault(link, []).append(interval)
-    for link, intervals in spans.items():
-        busy[link] += _union(intervals)
+        if np.isfinite(outcome.end[node]):
+            nodes_of.setdefault(id(carried), []).append(node)
+    messages_on: dict[int, list[int]] = {}
+    for message, nodes in nodes_of.items():
+        for link, size in prices.carried[nodes[0]]:
+            nbytes[link] += size * len(nodes)
+            messages_on.setdefault(link, []).append(message)
+    known: dict[tuple[int, ...], float] = {}
+    for link, messages in messages_on.items():
+        key = tuple(messages)
+        if key not in known:
+            nodes = [node for message in messages for node in nodes_of[message]]
+            known[key] = _union(outcome.start[nodes], outcome.end[nodes])
+        busy[link] += known[key]
     return nbytes, busy
 
 
-def _union(intervals: list[tuple[float, float]]) -> float:
-    total, until = 0.0, -np.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+def _union(start: Floats, end: Floats) -> float:
+    """Length of the union of intervals [s]."""
+    order = np.argsort(start)
+    begin, until = start[order], np.maximum.accumulate(end[order])
+    before = np.concatenate([begin[:1], until[:-1]])
+    return float(np.maximum(0.0, until - np.maximum(begin, before)).sum())
