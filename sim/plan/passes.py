@@ -8,46 +8,25 @@ recomputation. Further passes come from the entry-point group ``hetlab.lowering`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
 from sim.errors import PlanError
-from sim.plan.deps import EXPERTS, resolve
-from sim.plan.flat import flatten
-from sim.plan.kinds import KINDS
+from sim.plan.deps import EXPERTS
 from sim.plan.op import Dep, Op
-from sim.plan.placement import Boundary, Placement
+from sim.plan.p2p import blocking_p2p, blocking_sends, transfers
 from sim.plan.plan import Call, Plan
-from sim.plan.program import STEPS, Block, Program, parse_program
+from sim.plan.program import Program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
+from sim.plan.variant import Pass, Variant, program_of
 
-__all__ = ["PASSES", "Variant", "expand", "standard_calls"]
-
-
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One op list.
-
-    Args:
-        position: pipeline position. microbatches: of the replicas that run it.
-        recompute: what F keeps. gather: True when received tensors are re-assembled over tp.
-        ranks: who runs it. ops: one step.
-    """
-
-    position: int
-    microbatches: int
-    recompute: str
-    gather: bool
-    ranks: tuple[int, ...]
-    ops: tuple[Op, ...] = ()
+__all__ = ["PASSES", "expand", "standard_calls"]
 
 
 SAVES = {"none": "all", "selective": "selective", "full": "inputs"}
 """What F keeps under each recomputation policy."""
-
-Pass = Callable[[list[Variant], Plan, dict[str, Any]], list[Variant]]
 
 
 def _schedule(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
@@ -115,94 +94,6 @@ def _split_backward(variants: list[Variant], plan: Plan, args: dict[str, Any]) -
     return [msgspec.structs.replace(v, ops=split(v.ops)) for v in variants]
 
 
-def _transfers(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
-    """SEND behind its producer; RECV before its consumer, in the order in which the sender sends.
-
-    On one directed pair the receiver lists its RECVs in the sender's order, so a RECV moves up to
-    the place of any later one that is consumed before it.
-    """
-    placement = plan.placement
-    position = {s.stage: s.cell for s in placement.segments}
-    chunked = len(placement.segments) > placement.num_stages
-    leaving: dict[tuple[str, int], list[tuple[Boundary, int]]] = defaultdict(list)
-    for b in placement.boundaries:
-        if position[b.src] != position[b.dst]:
-            leaving["F", b.src].append((b, position[b.dst]))
-            if b.gradient:
-                leaving["B", b.dst].append((b, position[b.src]))
-    sends: dict[tuple[int, int, int, int], list[Op]] = defaultdict(list)
-    listed: dict[tuple[int, int], bool] = {}
-    for v in variants:
-        first = (v.position, v.microbatches) not in listed
-        listed[v.position, v.microbatches] = True
-        for op in v.ops if first else ():
-            for send, peer in _sends_of(op, leaving, chunked):
-                sends[v.microbatches, v.position, peer, send.channel].append(send)
-    out = []
-    for v in variants:
-        receives = _receives(v, placement, sends)
-        ops: list[Op] = []
-        for i, op in enumerate(v.ops):
-            for recv in receives[i]:
-                ops.append(recv)
-                if v.gather:
-                    label = recv.kind[-1].lower()
-                    ops.append(Op(kind="ALL_GATHER", stage=recv.stage, mb=recv.mb, label=label))
-            ops.append(op)
-            ops += [send for send, _ in _sends_of(op, leaving, chunked)]
-        out.append(msgspec.structs.replace(v, ops=tuple(ops)))
-    return out
-
-
-def _sends_of(
-    op: Op, leaving: dict[tuple[str, int], list[tuple[Boundary, int]]], chunked: bool
-) -> list[tuple[Op, int]]:
-    """SENDs behind a compute op, each with the pipeline position of its receiver.
-
-    Args:
-        op: the compute op. leaving: boundaries by ("F" or "B", sending stage), with that position.
-        chunked: gradients go over a channel of their own.
-    """
-    if op.kind not in ("F", "B", "I"):
-        return []
-    way = "F" if op.kind == "F" else "B"
-    channel = int(chunked and way == "B")
-    return [
-        (Op(kind=f"SEND_{way}", stage=op.stage, mb=op.mb, label=b.name, channel=channel), peer)
-        for b, peer in leaving.get((way, op.stage), ())
-    ]
-
-
-def _receives(
-    variant: Variant,
-    placement: Placement,
-    sends: dict[tuple[int, int, int, int], list[Op]],
-) -> list[list[Op]]:
-    """RECVs to list before each compute op of the variant."""
-    of_end = {("SEND_F", b.src, b.name): b.dst for b in placement.boundaries}
-    of_end |= {("SEND_B", b.dst, b.name): b.src for b in placement.boundaries}
-    slot: dict[tuple[str, int, int], int] = {}
-    for i, op in enumerate(variant.ops):
-        slot.setdefault(("F" if op.kind == "F" else "B", op.stage, op.mb), i)
-    before: list[list[Op]] = [[] for _ in variant.ops]
-    for (m, _, peer, channel), listed in sends.items():
-        if m != variant.microbatches or peer != variant.position:
-            continue
-        latest = len(variant.ops)
-        placed: list[tuple[int, Op]] = []
-        for send in reversed(listed):
-            forward = send.kind == "SEND_F"
-            stage = of_end[send.kind, send.stage, send.label]
-            latest = min(latest, slot["F" if forward else "B", stage, send.mb])
-            kind = "RECV_F" if forward else "RECV_B"
-            placed.append(
-                (latest, Op(kind=kind, stage=stage, mb=send.mb, label=send.label, channel=channel))
-            )
-        for i, recv in reversed(placed):
-            before[i].append(recv)
-    return before
-
-
 def _gradients(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """REDUCE_GRAD behind a stage's last gradient; OPT at the end, then what OPT must share."""
     replicated = plan.placement.num_replicas > 1 or any(c.cp > 1 for c in plan.placement.cells)
@@ -249,67 +140,13 @@ def _optimizer(stage: int, ops: list[Op], tied: bool) -> Op:
     return Op(kind="OPT", stage=stage, deps=(*reduces, Dep(f"{stage}ALL_REDUCE[embed]")))
 
 
-def _blocking_sends(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
-    """Compute waits for the sends before it: the next compute op names them as dependencies.
-
-    The implied dependencies of that op must then be written too, so they are read off first.
-    """
-    out = []
-    for v in variants:
-        hosted = frozenset(s.stage for s in plan.placement.segments if s.cell == v.position)
-        flat = flatten(_program(v, False))
-        found = resolve(flat, hosted)
-        waiting: list[str] = []
-        ops: list[Op] = []
-        for i, op in enumerate(v.ops):
-            if op.kind.startswith("SEND"):
-                waiting.append(op.name)
-            elif op.kind in ("F", "B", "I", "W") and waiting:
-                deps = tuple(Dep(flat.ops[j].name, d) for j, d in found[i])
-                op = msgspec.structs.replace(op, deps=deps + tuple(Dep(n) for n in waiting))
-                waiting = []
-            ops.append(op)
-        out.append(msgspec.structs.replace(v, ops=tuple(ops)))
-    return out
-
-
-def _blocking_p2p(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
-    """One call at a time: a send or receive blocks its rank until the transfer is over.
-
-    Neighbours that exchange would both send first and wait for ever, so odd positions receive
-    first (as DeepSpeed's pipeline engine does).
-    """
-    out = []
-    for v in variants:
-        ops = list(v.ops)
-        if v.position % 2:
-            for i in range(len(ops) - 1):
-                if ops[i].kind.startswith("SEND") and ops[i + 1].kind.startswith("RECV"):
-                    ops[i], ops[i + 1] = ops[i + 1], ops[i]
-        hosted = frozenset(s.stage for s in plan.placement.segments if s.cell == v.position)
-        flat = flatten(_program(msgspec.structs.replace(v, ops=tuple(ops)), False))
-        found = resolve(flat, hosted)
-        last = -1
-        for i, op in enumerate(flat.ops):
-            if KINDS[op.kind].stream not in ("compute", "pair"):
-                continue
-            deps = dict.fromkeys(found[i])
-            if last >= 0:
-                deps[last, 0] = None
-            last = i
-            names = tuple(Dep(flat.ops[j].name, d) for j, d in deps)
-            ops[i] = msgspec.structs.replace(op, deps=names)
-        out.append(msgspec.structs.replace(v, ops=tuple(ops)))
-    return out
-
-
 PASSES: dict[str, Pass] = {
     "schedule": _schedule,
     "split_backward": _split_backward,
-    "transfers": _transfers,
+    "transfers": transfers,
     "gradients": _gradients,
-    "blocking_sends": _blocking_sends,
-    "blocking_p2p": _blocking_p2p,
+    "blocking_sends": blocking_sends,
+    "blocking_p2p": blocking_p2p,
 }
 VERSIONS = dict.fromkeys(PASSES, 1)
 
@@ -384,7 +221,7 @@ def expand(plan: Plan) -> tuple[Program, ...]:
     for call in plan.lowering:
         variants = _find(call)(variants, plan, call.args)
     return explicit + tuple(
-        _program(v, plan.barrier and plan.placement.num_ranks > 1) for v in variants
+        program_of(v, plan.barrier and plan.placement.num_ranks > 1) for v in variants
     )
 
 
@@ -400,8 +237,3 @@ def _variants(plan: Plan) -> list[Variant]:
         Variant(position=s, microbatches=m, recompute=r, gather=g, ranks=tuple(ranks))
         for (s, m, r, g), ranks in found.items()
     ]
-
-
-def _program(variant: Variant, barrier: bool) -> Program:
-    ops = variant.ops + ((Op(kind="BARRIER"),) if barrier else ())
-    return Program(ranks=variant.ranks, blocks=(Block(form="repeat", items=ops, count=STEPS),))

@@ -1,0 +1,40 @@
+"""Variants: the op lists that lowering passes turn into one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sim.plan.op import Op
+from sim.plan.plan import Plan
+from sim.plan.program import STEPS, Block, Program
+
+__all__ = ["Pass", "Variant", "program_of"]
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One op list.
+
+    Args:
+        position: pipeline position. microbatches: of the replicas that run it.
+        recompute: what F keeps. gather: True when received tensors are re-assembled over tp.
+        ranks: who runs it. ops: one step.
+    """
+
+    position: int
+    microbatches: int
+    recompute: str
+    gather: bool
+    ranks: tuple[int, ...]
+    ops: tuple[Op, ...] = ()
+
+
+Pass = Callable[[list[Variant], Plan, dict[str, Any]], list[Variant]]
+
+
+def program_of(variant: Variant, barrier: bool) -> Program:
+    """The program of a variant: as many steps as the run asks for."""
+    ops = variant.ops + ((Op(kind="BARRIER"),) if barrier else ())
+    return Program(ranks=variant.ranks, blocks=(Block(form="repeat", items=ops, count=STEPS),))
