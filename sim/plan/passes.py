@@ -18,7 +18,7 @@ from sim.plan.deps import EXPERTS
 from sim.plan.op import Dep, Op
 from sim.plan.p2p import blocking_p2p, blocking_sends, transfers
 from sim.plan.plan import Call, Plan
-from sim.plan.program import Program
+from sim.plan.program import Program, parse_program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
 from sim.plan.variant import Pass, Variant, program_of
 
