@@ -262,7 +262,16 @@ class Costs:
             unshard_experts=joined,
             embed=self._tied(slab, in_step),
             barrier=np.zeros(len(slab)),
+            queued=self._queued(slab) if in_step else None,
         )
+
+    def _queued(self, slab: Slab) -> Bools:
+        """Where sums wait for those of the next position, shape (n, P)."""
+        if slab.dp == 1 or slab.num_stages == 1:
+            return np.zeros((len(slab), slab.num_stages), np.bool_)
+        shared = self._grid(slab).pairs(self.wires.same_nic, 0.0, True, 1) > 0
+        shared[:, -1] = False
+        return shared
 
     def _tied(self, slab: Slab, in_step: bool) -> Floats:
         """All-reduce of a parameter that the first and the last stage share [s], shape (n,)."""

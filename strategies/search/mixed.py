@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from strategies.search.drafts import pipeline_knobs
 from strategies.search.recurrence import Ready, Sync, run_pipeline, synchronise
 from strategies.search.slab import RECOMPUTE, Slab
 from strategies.search.split import split_min_max
-from strategies.search.wires import stage_cells
+from strategies.search.wires import hold_up, stage_cells
 
 __all__ = ["MixedPlan", "common_layers", "draft_of_mixed", "mixed_seconds"]
 
@@ -53,11 +55,13 @@ def mixed_seconds(costs: Costs, placed: list[Slab]) -> float:
     gradient = np.maximum.reduce([r.gradient for r in ready])
     sums = [costs.sync(s, shards=sum(x.dp for x in placed)) for s in placed]
     reduce, unshard = _sums(costs, placed)
+    queued = _queued(costs, placed)
     ends = []
     for r, own in zip(ready, sums, strict=True):
         sync = Sync(
             reduce=reduce, reduce_experts=0 * reduce, update=own.update, unshard=unshard,
             unshard_experts=0 * reduce, embed=own.embed, barrier=own.barrier,
+            queued=queued,
         )  # fmt: skip
         ends.append(float(synchronise(Ready(gradient, r.free), sync)[0]))
     return max(ends)
@@ -73,11 +77,7 @@ def _sums(costs: Costs, placed: list[Slab]) -> tuple[Floats, Floats]:
     dense, experts = passes.table.rank_params(passes.starts[low], passes.starts[high], fine, 1)
     reduce, unshard = np.zeros((1, stages)), np.zeros((1, stages))
     for p in range(stages):
-        chips = [
-            cell[0]
-            for s in placed
-            for cell in stage_cells(s.pools[0], int(s.tp[0, 0]), stages, s.dp, p, False).chips
-        ]
+        chips = [cell[0] for cell in _cells(placed, p)]
         elements = float((dense + experts)[0, p])
         kind = "reduce_scatter" if zero else "all_reduce"
         width = elements * dtype_bytes(job.reduction_dtype)
@@ -89,6 +89,22 @@ def _sums(costs: Costs, placed: list[Slab]) -> tuple[Floats, Floats]:
                 machine, "all_gather", chips, nbytes, share=fine
             ).seconds
     return reduce, unshard
+
+
+def _cells(placed: list[Slab], stage: int) -> list[tuple[int, ...]]:
+    """Cells of a stage, all pools'."""
+    found: list[tuple[int, ...]] = []
+    for s in placed:
+        tp, stages = int(s.tp[0, 0]), s.num_stages
+        found += stage_cells(s.pools[0], tp, stages, s.dp, stage, False).chips
+    return found
+
+
+def _queued(costs: Costs, placed: list[Slab]) -> NDArray[np.bool_]:
+    """Where the sums of a stage leave through a NIC of the next stage's, shape (1, P)."""
+    nics = [costs.wires.nics(_cells(placed, p)) for p in range(placed[0].num_stages)]
+    found = [hold_up(a, b) for a, b in itertools.pairwise(nics)]
+    return np.array([[*found, False]])
 
 
 def draft_of_mixed(problem: Problem, plan: MixedPlan) -> PlanDraft:

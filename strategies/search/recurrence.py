@@ -71,6 +71,9 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
         embed: shape (K,), the ALL_REDUCE between first and last stage of a tied embedding, 0
             without.
         barrier: shape (K,).
+        queued: shape (K, P), True where the sums of a position leave through the same NIC as those
+            of the next and therefore wait for them (which ends when sharing would); None for
+            nowhere.
     """
 
     reduce: Floats
@@ -80,6 +83,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     unshard_experts: Floats
     embed: Floats
     barrier: Floats
+    queued: Bools | None = None
 
 
 def run_pipeline(shape: Shape, times: StageTimes) -> Ready:
@@ -149,35 +153,47 @@ def synchronise(ready: Ready, sync: Sync, chunks: int = 1) -> Floats:
     count, virtual = ready.gradient.shape
     positions = virtual // chunks
     reduced, experts = np.empty((count, virtual)), np.empty((count, virtual))
-    dense_stream, expert_stream = np.zeros((count, positions)), np.zeros((count, positions))
-    for p in range(positions):
+    streams = (np.zeros((count, positions)), np.zeros((count, positions)))
+    for p in reversed(range(positions)):
+        _enqueue(streams, p, sync.queued)
         # The last backward pass of the last chunk comes first.
         for v in range(virtual - positions + p, -1, -positions):
-            for out, stream, seconds in (
-                (reduced, dense_stream, sync.reduce),
-                (experts, expert_stream, sync.reduce_experts),
+            for out, stream, seconds in zip(
+                (reduced, experts), streams, (sync.reduce, sync.reduce_experts), strict=True
             ):
                 begin = np.maximum(ready.gradient[:, v], stream[:, p])
                 out[:, v] = stream[:, p] = begin + seconds[:, v]
+    if sync.queued is not None:
+        # Gathered parameters leave when all sums of the queue have.
+        for stream in streams:
+            for p in range(1, positions):
+                before = np.where(sync.queued[:, p - 1], stream[:, p - 1], 0.0)
+                stream[:, p] = np.maximum(stream[:, p], before)
     tied = sync.embed > 0
     shared = np.maximum(reduced[:, 0], reduced[:, -1]) + sync.embed
     total = np.zeros(count)
-    for p in range(positions):
+    for p in reversed(range(positions)):
         clock = ready.free[:, p]
+        _enqueue(streams, p, sync.queued)
         for v in range(p, virtual, positions):
             wait = np.maximum(reduced[:, v], experts[:, v])
             if v in (0, virtual - 1):
                 wait = np.where(tied, np.maximum(wait, shared), wait)
             clock = np.maximum(clock, wait) + sync.update[:, v]
-            for stream, seconds in (
-                (dense_stream, sync.unshard),
-                (expert_stream, sync.unshard_experts),
-            ):
+            for stream, seconds in zip(streams, (sync.unshard, sync.unshard_experts), strict=True):
                 sent = np.maximum(stream[:, p], clock) + seconds[:, v]
                 stream[:, p] = np.where(seconds[:, v] > 0, sent, stream[:, p])
-        ends = np.maximum(dense_stream[:, p], expert_stream[:, p])
-        total = np.maximum(total, np.maximum(clock, ends))
+        total = np.maximum.reduce([total, clock, streams[0][:, p], streams[1][:, p]])
     return np.asarray(total + sync.barrier)
+
+
+def _enqueue(streams: tuple[Floats, Floats], position: int, queued: Bools | None) -> None:
+    """A position's sums start no earlier than the queue before them is through."""
+    if queued is None or position + 1 == streams[0].shape[1]:
+        return
+    for stream in streams:
+        waits = np.where(queued[:, position], stream[:, position + 1], 0.0)
+        stream[:, position] = np.maximum(stream[:, position], waits)
 
 
 def step_times(shape: Shape, times: StageTimes, sync: Sync) -> Floats:

@@ -38,6 +38,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MOST = 24
 """Most structures of one microbatch size, subset and number of stages that are looked into."""
+TAILS = 10
+"""Multiple of ``MOST`` whose gradient sum is priced to choose those."""
 MOST_IN_ALL = 400
 """Most structures that are looked into, those with the least bound first."""
 
@@ -61,36 +63,24 @@ def search_replicas(
         Plans, best first; how many structures there are; how many were evaluated.
     """
     coarse: list[tuple[float, tuple[_Part, ...], float]] = []
-    tails: dict[object, float] = {}
     space = evaluated = 0
     if choices.dp is not None or choices.ep not in (None, 1) or len(pools) < 2:
         return [], 0, 0
-    promising: list[tuple[float, int, tuple[_Part, ...]]] = []
+    promising: list[_Start] = []
+    tails: dict[object, float] = {}
     for per_pool in _families(costs, pools, choices):
-        total = costs.problem.job.global_batch // per_pool[0][0].microbatch
-        bounds = total * costs.passes.num_layers / _speeds(per_pool)
-        space += bounds.size
-        rows = np.argwhere(bounds <= incumbent)
-        pruned["bound"] += bounds.size - len(rows)
-        order = np.argsort(bounds[tuple(rows.T)], kind="stable")[:MOST]
-        pruned["beam"] += len(rows) - len(order)
-        for row in rows[order].tolist():
-            parts = tuple(options[i] for options, i in zip(per_pool, row, strict=True))
-            promising.append((float(bounds[tuple(row)]), len(promising), parts))
-    for done, (bound, _, parts) in enumerate(sorted(promising)):
-        if done >= MOST_IN_ALL:
-            pruned["beam"] += len(promising) - done
-            break
+        size, found = _starts(costs, per_pool, incumbent, tails, pruned)
+        space += size
+        promising += found
+    promising.sort(key=lambda s: s.least)
+    for done, start in enumerate(promising):
         limit = min(incumbent, coarse[keep - 1][0] if len(coarse) >= keep else math.inf)
-        key = tuple((p.pool.name, p.tp, p.dp, p.stages) for p in parts)
-        if key not in tails:
-            tails[key] = _least_sum(costs, parts)
-        if bound + tails[key] > limit:
-            pruned["bound"] += 1
-            continue
-        first = _plans(costs, parts, choices, bound, pruned, all_of_them=False)
+        if start.least > limit or done >= MOST_IN_ALL:
+            pruned["bound" if start.least > limit else "beam"] += len(promising) - done
+            break
+        first = _plans(costs, start.parts, choices, start.bound, pruned, all_of_them=False)
         evaluated += len(first)
-        coarse += [(plan.seconds, parts, bound) for plan in first]
+        coarse += [(plan.seconds, start.parts, start.bound) for plan in first]
         coarse = sorted(coarse, key=lambda c: c[0])[: 2 * keep]
     best: list[MixedPlan] = []
     for _, parts, bound in coarse:
@@ -111,6 +101,42 @@ class _Part(msgspec.Struct, frozen=True):
     microbatch: int
     way: Way
     layer_s: float
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """A structure: its parts, total work over total speed [s], and that plus its gradient sum."""
+
+    parts: tuple[_Part, ...]
+    bound: float
+    least: float
+
+
+def _starts(
+    costs: Costs,
+    per_pool: list[list[_Part]],
+    incumbent: float,
+    tails: dict[object, float],
+    pruned: Counter[str],
+) -> tuple[int, list[_Start]]:
+    """How many structures a family has, and its most promising ones."""
+    total = costs.problem.job.global_batch // per_pool[0][0].microbatch
+    bounds = total * costs.passes.num_layers / _speeds(per_pool)
+    rows = np.argwhere(bounds <= incumbent)
+    pruned["bound"] += bounds.size - len(rows)
+    order = np.argsort(bounds[tuple(rows.T)], kind="stable")[: TAILS * MOST]
+    pruned["beam"] += len(rows) - len(order)
+    found = []
+    for row in rows[order].tolist():
+        parts = tuple(options[i] for options, i in zip(per_pool, row, strict=True))
+        key = tuple((p.pool.name, p.tp, p.dp, p.stages) for p in parts)
+        if key not in tails:
+            tails[key] = _least_sum(costs, parts)
+        bound = float(bounds[tuple(row)])
+        found.append(_Start(parts, bound, bound + tails[key]))
+    near = sorted((s for s in found if s.least <= incumbent), key=lambda s: s.least)
+    pruned["bound"] += len(found) - len(near)
+    pruned["beam"] += len(near[MOST:])
+    return bounds.size, near[:MOST]
 
 
 def _speeds(per_pool: list[list[_Part]]) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,9 +167,10 @@ def _join(parts: list[StageTimes]) -> StageTimes:
 
 
 def _join_sync(parts: list[Sync], rows: list[Ints]) -> Sync:
-    return Sync(
-        **{
-            k: np.concatenate([getattr(p, k)[r] for p, r in zip(parts, rows, strict=True)])
-            for k in Sync.__struct_fields__
-        }
-    )
+    def joined(name: str) -> NDArray[Any] | None:
+        values = [getattr(p, name) for p in parts]
+        if any(v is None for v in values):
+            return None
+        return np.concatenate([v[r] for v, r in zip(values, rows, strict=True)])
+
+    return Sync(**{k: joined(k) for k in Sync.__struct_fields__})  # type: ignore[arg-type]

@@ -138,7 +138,8 @@ class _Build:
                     np.stack([sends[:-1], sends[1:]], 1),
                     np.stack([nodes, sends], 1),
                 ]
-                place = np.minimum.accumulate(slot[consumer][::-1])[::-1]
+                # Every built-in schedule consumes in the order in which its neighbour sends.
+                place = slot[consumer]
                 inbox[receiver].append((gather, place))
                 gates.append(self._buffer_gates(sends, gather, consumer))
                 found.append(self._rendezvous(receiver, sends, place))

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.cost.cell import side_by_side
-from sim.cost.collective import collective_cost
+from sim.cost.collective import collective_cost, places
 from sim.hardware.machine import Machine
 from sim.hardware.route import path, transfer_time
 from strategies.search.pools import Pool, slots
 
-__all__ = ["Cells", "Wires", "stage_cells"]
+__all__ = ["Cells", "Wires", "hold_up", "stage_cells"]
 
 Chips = tuple[int, ...]
 Both = tuple[float, float]
@@ -125,6 +125,23 @@ class Wires:
             found = self._sums[key] = (both[0], both[1])
         return found
 
+    def same_nic(self, here: Cells, after: Cells, nbytes: float = 0.0) -> Both:
+        """Whether the sums of two stages hold one another up in a NIC: (0, 1) or (0, 0)."""
+        key = ("nic", here.pattern, after.pattern, _apart(here, after))
+        found = self._sums.get(key)
+        if found is None:
+            shared = hold_up(self.nics(here.chips), self.nics(after.chips))
+            found = self._sums[key] = (0.0, float(shared))
+        return found
+
+    def nics(self, cells: Sequence[Chips]) -> dict[tuple[int, int], float]:
+        """(node, NIC) -> rate [B/s] where a sum over these cells leaves a node; none inside one."""
+        where = places(self.machine)
+        if len({where.node[c] for cell in cells for c in cell}) < 2:
+            return {}
+        at = ((self.machine.nodes[where.node[c]], c) for cell in cells for c in cell)
+        return {(n.index, n.chip_nic[c - n.chips[0]]): n.nic_rate for n, c in at}
+
     def tied(self, first: Cells, last: Cells, nbytes: float) -> Both:
         """Time to add up a gradient that the first and the last stage share [s].
 
@@ -155,3 +172,13 @@ def _apart(src: Cells, dst: Cells) -> int:
     if src.pattern[0] != dst.pattern[0]:
         return 3
     return max(-2, min(2, dst.node - src.node))
+
+
+def hold_up(one: dict[tuple[int, int], float], other: dict[tuple[int, int], float]) -> bool:
+    """Whether two sums share a NIC that cannot carry both at the pace of their slowest NIC.
+
+    Args:
+        one, other: NIC -> rate [B/s] of each sum.
+    """
+    pace = min([*one.values(), *other.values()], default=0.0)
+    return any(one[x] < 2 * pace for x in one.keys() & other.keys())

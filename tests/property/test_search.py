@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,10 +27,14 @@ from strategies.search import search
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Effort, Evaluator
+from strategies.search.mixed import MixedPlan, draft_of_mixed, mixed_seconds
 from strategies.search.options import choices_of
 from strategies.search.pools import pools_of
 from strategies.search.screen import exact_times
+from strategies.search.slab import Knobs, Slab, structure_key
+from strategies.search.space import blocks_of
 from strategies.search.store import RunTable
+from strategies.search.structures import enumerate_block
 
 V100, T4, A100 = "V100-SXM2-16GB", "T4", "A100-SXM4-80GB"
 
@@ -238,13 +244,13 @@ def test_screened_search_finds_nearly_the_optimum_of_the_whole_space() -> None:
     assert whole.step_time_s <= screened.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_exact_times_are_the_engines_without_contention(schedule: str) -> None:
+def test_exact_times_are_the_engines_without_contention(schedule: str, mode: str) -> None:
     problem = small(THREE, layers=8, batch=8)
     costs = Costs(problem)
-    evaluator = Evaluator(
-        costs, choices_of(problem, {"schedule": schedule}), Effort(exhaustive=0), 8
-    )
+    choices = choices_of(problem, {"schedule": schedule, "recompute": mode})
+    evaluator = Evaluator(costs, choices, Effort(exhaustive=0), 8)
     evaluator.run(pools_of(problem.machine))
     checked = 0
     for _, slab in evaluator.ranked.best(24, alike=2):
@@ -283,6 +289,77 @@ def test_layers_that_memory_allows_are_exact() -> None:
                     moved = slab.take(slice(row, row + 1)).with_layers(others[None, :])
                     over, bound = costs.memory(moved)
                     assert over[0, stage] > bound[0, stage]
+
+
+def test_structures_are_cut_exactly_at_their_bound() -> None:
+    """Rule (d) by its formula, and no structure's bound is above its best plan."""
+    problem = small(THREE, layers=5, batch=4)
+    costs = Costs(problem)
+    choices = choices_of(problem, PINS | {"schedule": "1f1b", "split_backward": False})
+    pools = pools_of(problem.machine)
+    everything = Evaluator(costs, choices, Effort(exhaustive=10**9), 10**6)
+    everything.run(pools)
+    for block in blocks_of(costs, pools, choices, knobs=[Knobs()]):
+        assert block.fill == 1.0
+        plain = msgspec.structs.replace(block, fill=0.0)
+        rates = [{o[:3]: o.rate for o in group} for group in block.options]
+        rows = enumerate_block(plain, 5, float("inf"), Counter())
+        assert rows is not None
+        sizes = np.stack([rows.tp, rows.pp, rows.recompute], axis=2).tolist()
+        bounds = np.array(
+            [
+                block.num_microbatches
+                * 5
+                / sum(r[tuple(x)] for r, x in zip(rates, row, strict=True))
+                for row in sizes
+            ]
+        )
+        for limit in np.unique(bounds):
+            pruned: Counter[str] = Counter()
+            kept = enumerate_block(plain, 5, float(limit) * (1 + 1e-9), pruned)
+            assert kept is not None and len(kept) == (bounds <= limit * (1 + 1e-9)).sum()
+            assert pruned["bound"] == (bounds > limit * (1 + 1e-9)).sum()
+        for row in range(len(rows)):
+            best = everything.firsts.get(structure_key(rows, row))
+            if best is not None:
+                limit = best[0] * (1 + 1e-9)
+                kept = enumerate_block(block, 5, limit, Counter())
+                keys = {structure_key(kept, k) for k in range(len(kept))} if kept else set()
+                assert structure_key(rows, row) in keys
+
+
+def test_no_recomputation_where_everything_fits_without() -> None:
+    roomy = small(MIXED, layers=4, batch=4)
+    costs = Costs(roomy)
+    for block in blocks_of(costs, pools_of(roomy.machine), choices_of(roomy, PINS)):
+        assert {o.recompute for group in block.options for o in group} == {0}
+    tight = small(MIXED, layers=4, batch=4, memory={V100: "2.2 GB", T4: "1.9 GB"})
+    costs = Costs(tight)
+    blocks = blocks_of(costs, pools_of(tight.machine), choices_of(tight, PINS))
+    assert {o.recompute for b in blocks for group in b.options for o in group} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("shares", [(2, 10), (9, 3), (6, 6)])
+def test_unlike_replicas_take_as_long_as_the_engine_says(
+    zero: int, shares: tuple[int, int]
+) -> None:
+    problem = small(MIXED, layers=4, batch=12)
+    costs = Costs(problem)
+    one = np.ones((1, 1), np.int64)
+    parts = [
+        Slab(
+            pools=(pool,), dp=1, microbatch=1, num_microbatches=m, knobs=Knobs(zero=zero),
+            tp=one, pp=2 * one, recompute=0 * one, layers=np.array([[2, 2]]),
+        )
+        for pool, m in zip(pools_of(problem.machine), shares, strict=True)
+    ]  # fmt: skip
+    found = mixed_seconds(costs, parts)
+    plan = lower(
+        problem, draft_of_mixed(problem, MixedPlan(parts=tuple(parts), seconds=found, bound=0.0))
+    )
+    assert plan.placement.microbatches == shares
+    assert found == pytest.approx(simulate(plan, problem).makespan, rel=0.02)
 
 
 def test_unlike_replicas_share_the_batch_by_speed() -> None:

@@ -192,6 +192,49 @@ def test_one_call_mixes_cells_with_and_without_gathers() -> None:
         assert found[k] == pytest.approx(lowered_time(shape, tps, 1, times, sync, k), rel=1e-12)
 
 
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("buffers", [0, 1, 2])
+def test_full_receive_buffers_hold_transfers_back(buffers: int, gather: bool) -> None:
+    # Sends as long as three forwards: the second one cannot be under way while the first waits.
+    shape = Shape("gpipe", 2, 6, buffers=buffers)
+    one = np.ones((1, 2))
+    times = StageTimes(
+        forward=np.array([[1.0, 9.0]]), backward=one, weight=one, send_f=3 * one, send_b=0.5 * one,
+        gather_f=2 * one, gather_b=one, gathers=np.full((1, 2), gather),
+    )  # fmt: skip
+    zero = np.zeros((1, 2))
+    none = Sync(
+        reduce=zero, reduce_experts=zero, update=zero, unshard=zero, unshard_experts=zero,
+        embed=np.zeros(1), barrier=np.zeros(1),
+    )  # fmt: skip
+    found = step_times(shape, times, none)[0]
+    tps = [2, 2] if gather else [1, 1]
+    assert found == pytest.approx(lowered_time(shape, tps, 1, times, none, 0), rel=1e-12)
+
+
+def test_a_buffer_is_free_when_its_consumer_starts() -> None:
+    # One buffer, no gather: the second transfer starts with the first F on stage 1, at 4.
+    shape = Shape("gpipe", 2, 2, buffers=1)
+    zero, one = np.zeros((1, 2)), np.ones((1, 2))
+    times = StageTimes(
+        forward=np.array([[1.0, 2.0]]), backward=zero, weight=zero, send_f=3 * one, send_b=zero,
+        gather_f=zero, gather_b=zero, gathers=zero > 0,
+    )  # fmt: skip
+    none = Sync(
+        reduce=zero, reduce_experts=zero, update=zero, unshard=zero, unshard_experts=zero,
+        embed=np.zeros(1), barrier=np.zeros(1),
+    )  # fmt: skip
+    assert step_times(shape, times, none)[0] == 1 + 3 + 3 + 2
+    slow = StageTimes(
+        forward=np.array([[1.0, 5.0]]), backward=zero, weight=zero, send_f=one, send_b=one,
+        gather_f=zero, gather_b=zero, gathers=zero > 0,
+    )  # fmt: skip
+    # Three microbatches, stage 1 takes 5 each: the third transfer waits for the second F (at 7).
+    third = Shape("gpipe", 2, 3, blocking_sends=True, buffers=1)
+    # Stage 0: F at 0, send 1-2, F 2-3, send 3-4 is held by nothing until F of mb 0 starts at 2.
+    assert step_times(third, slow, none)[0] == lowered_time(third, [1, 1], 1, slow, none, 0)
+
+
 def test_uniform_pipeline_without_transfers_equals_its_closed_form() -> None:
     # (m + P - 1)(f + b), Narayanan et al. 2021, section 2.2.
     p, m = 8, 32
