@@ -14,8 +14,8 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan
 from strategies.search.bounds import estimate, lower_bound
-from strategies.search.recurrence import StageTimes, Sync, step_times
-from strategies.search.skeleton import Shape
+from strategies.search.recurrence import StageTimes, Sync, _walk, step_times
+from strategies.search.skeleton import ROWS, Shape, skeleton
 
 
 def placement_of(shape: Shape, tps: list[int], dp: int) -> Placement:
@@ -212,27 +212,20 @@ def test_full_receive_buffers_hold_transfers_back(buffers: int, gather: bool) ->
     assert found == pytest.approx(lowered_time(shape, tps, 1, times, none, 0), rel=1e-12)
 
 
-def test_a_buffer_is_free_when_its_consumer_starts() -> None:
-    # One buffer, no gather: the second transfer starts with the first F on stage 1, at 4.
-    shape = Shape("gpipe", 2, 2, buffers=1)
+@pytest.mark.parametrize(("gather", "starts"), [(False, [1, 2, 7]), (True, [1, 2, 3])])
+def test_a_buffer_is_free_when_its_consumer_starts(gather: bool, starts: list[float]) -> None:
+    # Stage 1 takes 5 for each F: with one buffer the third transfer waits for the second F, which
+    # starts at 7; a gather empties the buffer as soon as the tensor is there.
+    shape = Shape("gpipe", 2, 3, buffers=1)
     zero, one = np.zeros((1, 2)), np.ones((1, 2))
     times = StageTimes(
-        forward=np.array([[1.0, 2.0]]), backward=zero, weight=zero, send_f=3 * one, send_b=zero,
-        gather_f=zero, gather_b=zero, gathers=zero > 0,
+        forward=np.array([[1.0, 5.0]]), backward=one, weight=zero, send_f=one, send_b=one,
+        gather_f=0.5 * one, gather_b=zero, gathers=np.full((1, 2), gather),
     )  # fmt: skip
-    none = Sync(
-        reduce=zero, reduce_experts=zero, update=zero, unshard=zero, unshard_experts=zero,
-        embed=np.zeros(1), barrier=np.zeros(1),
-    )  # fmt: skip
-    assert step_times(shape, times, none)[0] == 1 + 3 + 3 + 2
-    slow = StageTimes(
-        forward=np.array([[1.0, 5.0]]), backward=zero, weight=zero, send_f=one, send_b=one,
-        gather_f=zero, gather_b=zero, gathers=zero > 0,
-    )  # fmt: skip
-    # Three microbatches, stage 1 takes 5 each: the third transfer waits for the second F (at 7).
-    third = Shape("gpipe", 2, 3, blocking_sends=True, buffers=1)
-    # Stage 0: F at 0, send 1-2, F 2-3, send 3-4 is held by nothing until F of mb 0 starts at 2.
-    assert step_times(third, slow, none)[0] == lowered_time(third, [1, 1], 1, slow, none, 0)
+    graph = skeleton(shape)
+    end = _walk(graph, times)
+    sends = np.flatnonzero(graph.row == ROWS.index("send_f") * 2)
+    assert (end[sends, 0] - 1).tolist() == starts
 
 
 def test_uniform_pipeline_without_transfers_equals_its_closed_form() -> None:
