@@ -80,9 +80,7 @@ def search(
         evaluator.incumbent.seed(incumbent)
     if choices.families != "replicas":
         evaluator.run(chosen)
-    mixed: list[MixedPlan] = []
-    if choices.families != "pipeline" and not evaluator.stopped:
-        mixed = _replicas(evaluator, chosen, top)
+    mixed = _replicas(evaluator, chosen, top)
     contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
     if not contenders:
         if incumbent is not None:
@@ -98,37 +96,36 @@ def search(
         store=table,
         progress=progress,
     )
-    slab_of = {id(c): slab for c, slab in contenders}
     best, winner = played[0]
     _check_limit(problem, best)
-    run = simulate(best.plan, problem, contention=contention)
-    slab = slab_of[id(winner)]
-    binding = (
-        binding_constraint(costs, slab, best.estimate_s)
-        if slab is not None
-        else "compute of the replicas"
-    )
-    bound = min([evaluator.bound, *(m.bound for m in mixed)])
+    slab = next(slab for contender, slab in contenders if contender is winner)
     return SearchResult(
         problem=problem,
         plan=best.plan,
-        run=run,
+        run=simulate(best.plan, problem, contention=contention),
         finalists=tuple(f for f, _ in played),
         space=evaluator.space,
         evaluated=evaluator.evaluated,
         exact=evaluator.exact,
         pruned={k: v for k, v in sorted(evaluator.pruned.items()) if v},
         wall_s=time.monotonic() - began,
-        bound_s=bound,
+        bound_s=min([evaluator.bound, *(m.bound for m in mixed)]),
         plan_bound_s=winner.plan_bound_s,
         whole=evaluator.whole,
         stopped=evaluator.stopped or not complete,
-        binding=binding,
+        binding=(
+            binding_constraint(costs, slab, winner.estimate_s)
+            if slab is not None
+            else "compute of the replicas, and their gradient sum"
+        ),
         next_best=_next_best(played, winner),
     )
 
 
 def _replicas(evaluator: Evaluator, pools: tuple[Pool, ...], top: int) -> list[MixedPlan]:
+    """The second family, unless the first was cut short or is all that is asked for."""
+    if evaluator.choices.families == "pipeline" or evaluator.stopped:
+        return []
     try:
         mixed, space, evaluated = search_replicas(
             evaluator.costs,

@@ -274,6 +274,32 @@ def test_exact_times_are_the_engines_without_contention(schedule: str, mode: str
     assert checked >= 4
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_exact_times_of_experts_spread_over_replicas(zero: int) -> None:
+    model = {
+        "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vocab_size": 1000, "max_position_embeddings": 512, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    job = {"global_batch": 16, "sequence_length": 256, "dtype": "fp16"}
+    problem = load_problem("v100_t4", model, job)
+    costs = Costs(problem)
+    pins = {"ep": 2, "zero": zero, "microbatch": 1, "accelerators": V100, "dp": 4}
+    choices = choices_of(problem, pins)
+    evaluator = Evaluator(costs, choices, Effort(exhaustive=0), 8)
+    evaluator.run(pools_of(problem.machine, choices.accelerators))
+    found = evaluator.ranked.best(6, alike=1)
+    assert len(found) >= 2
+    for _, slab in found:
+        plan = lower(problem, draft_of(problem, slab))
+        assert plan.placement.ep == 2
+        run = simulate(plan, problem, contention=False, overlap=False)
+        seconds = exact_times(costs, [slab], in_step=False)[0][0]
+        assert seconds == pytest.approx(run.makespan, rel=1e-9)
+        assert (costs.memory(slab)[0] <= costs.memory(slab)[1]).all()
+
+
 def test_layers_that_memory_allows_are_exact() -> None:
     problem = small(MIXED, layers=6, batch=4, memory={V100: "3 GB", T4: "3 GB"})
     costs = Costs(problem)
