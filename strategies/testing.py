@@ -130,12 +130,12 @@ class StrategyContract:
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         """The strategy under test; override."""
-        raise NotImplementedError("override the fixture strategy")
+        pytest.fail("override the fixture strategy")
 
     @pytest.fixture
     def problem(self) -> Problem:
         """A small problem it has something to do on; override."""
-        raise NotImplementedError("override the fixture problem")
+        pytest.fail("override the fixture problem")
 
     @pytest.fixture
     def space(self, strategy: Strategy[Any], problem: Problem) -> Space[Any]:

@@ -14,7 +14,7 @@ from sim.engine.execute import Execution, Outcome
 from sim.engine.faults import ChipLoss, Fault, LinkChange, apply_faults, faulty
 from sim.engine.messages import Handled, MessagePrice, Messages
 from sim.engine.overlap import Overlap
-from sim.errors import SimulationError
+from sim.errors import PlanError, SimulationError
 from sim.hardware.route import path
 from sim.plan.flat import flatten
 from sim.plan.fold import fold_plan
@@ -131,6 +131,8 @@ def run_layout(
         PlanError: the plan has ``on`` blocks and no message prices.
     """
     began = process_time()
+    if layout.graph.handlers and message_price is None:
+        raise PlanError("a plan with on blocks needs prices of the messages", key="programs")
     prices = price(layout)
     run = Execution(layout.graph, prices)
     messages = Messages(run, message_price) if message_price and layout.graph.handlers else None
@@ -168,71 +170,88 @@ def simulate(
     """
     began = process_time()
     problem = problem or problem_from_documents(plan.problem)
-    machine, chips = problem.machine, plan.placement.chips
-    n = plan.placement.num_ranks
-    chip_of = chips or tuple(range(n))
-    types = [
-        a for node in machine.nodes for a in [node.accelerator] * (node.chips[1] - node.chips[0])
-    ]
-    kinds = [machine.accelerators[types[c]] for c in chip_of]
-    changed = {f.link: f for f in faults if isinstance(f, LinkChange)}
-
-    def link_key(index: int) -> Hashable:
-        link = machine.links[index]
-        return link.rate, link.latency, link.curve, link.flow_cap, changed.get(link.name)
-
-    suffers = faulty(faults, n)
-    wiring = wire(plan.placement)
-    near = group_keys(machine, wiring, chip_of) if fold else [()] * n
-    keys: list[Hashable] = [(kinds[r].name, suffers[r], near[r]) for r in range(n)]
-
-    def layout_of(rank_keys: Sequence[Hashable]) -> Layout:
-        return lay_out(
-            plan,
-            steps=steps,
-            fold=fold,
-            rank_keys=rank_keys,
-            path=lambda a, b: path(machine, chip_of[a], chip_of[b]).links,
-            link_key=link_key,
-            blocking=frozenset(r for r in range(n) if not kinds[r].async_compute),
-            wiring=wiring,
-        )
-
-    def prepare(run: Execution) -> None:
-        if faults:
-            apply_faults(run, faults)
-        if overlap:
-            actors = enumerate(layout.graph.actors)
-            Overlap(
-                run,
-                {
-                    i: (kinds[a.rank].compute_slowdown, kinds[a.rank].comm_slowdown)
-                    for i, a in actors
-                },
-            )
-
-    def price_of(lay: Layout) -> Prices:
-        return price(
-            lay.graph,
-            lay.wiring,
-            plan,
-            problem,
-            contention=contention,
-            late=lay.late,
-            watched=frozenset(changed),
-        )
-
-    layout = layout_of(keys)
-    prices = price_of(layout)
-    while fold and prices.rank_keys:
-        # Collectives load links of equal ranks unequally: these ranks are not equal after all.
-        keys = list(zip(layout.graph.classes, prices.rank_keys, strict=True))
-        layout = layout_of(keys)
-        prices = price_of(layout)
-    run = run_layout(layout, lambda _: prices, prepare=prepare)
+    setting = _Setting(plan, problem, steps, fold, contention, overlap, tuple(faults))
+    layout, prices = setting.settled()
+    run = run_layout(layout, lambda _: prices, prepare=setting.prepare)
     if run.outcome.unfinished:
         raise SimulationError(_how_far(run, faults))
     return msgspec.structs.replace(run, cpu_s=process_time() - began)
+
+
+class _Setting:
+    """A plan on its machine: what laying out, pricing and running need of both."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        problem: Problem,
+        steps: int,
+        fold: bool,
+        contention: bool,
+        overlap: bool,
+        faults: tuple[Fault, ...],
+    ) -> None:
+        self.plan, self.problem, self.steps, self.fold = plan, problem, steps, fold
+        self.contention, self.overlap, self.faults = contention, overlap, faults
+        machine, n = problem.machine, plan.placement.num_ranks
+        self.chips = plan.placement.chips or tuple(range(n))
+        types = [x.accelerator for x in machine.nodes for _ in range(*x.chips)]
+        self.kinds = [machine.accelerators[types[c]] for c in self.chips]
+        self.changed = {f.link: f for f in faults if isinstance(f, LinkChange)}
+        self.wiring = wire(plan.placement)
+
+    def settled(self) -> tuple[Layout, Prices]:
+        """Layout and prices in which all ranks of a class behave alike."""
+        suffers = faulty(self.faults, len(self.chips))
+        near: Sequence[Hashable] = [()] * len(self.chips)
+        if self.fold:
+            near = group_keys(self.problem.machine, self.wiring, self.chips)
+        keys: list[Hashable] = [
+            (kind.name, *rest) for kind, *rest in zip(self.kinds, suffers, near, strict=True)
+        ]
+        layout = self._layout(keys)
+        prices = self._price(layout)
+        while self.fold and prices.rank_keys:
+            # Collectives load links of equal ranks unequally: these ranks are not equal after all.
+            layout = self._layout(list(zip(layout.graph.classes, prices.rank_keys, strict=True)))
+            prices = self._price(layout)
+        return layout, prices
+
+    def _layout(self, rank_keys: Sequence[Hashable]) -> Layout:
+        machine, chips = self.problem.machine, self.chips
+        return lay_out(
+            self.plan,
+            steps=self.steps,
+            fold=self.fold,
+            rank_keys=rank_keys,
+            path=lambda a, b: path(machine, chips[a], chips[b]).links,
+            link_key=self._link_key,
+            blocking=frozenset(r for r, k in enumerate(self.kinds) if not k.async_compute),
+            wiring=self.wiring,
+        )
+
+    def _link_key(self, index: int) -> Hashable:
+        link = self.problem.machine.links[index]
+        return link.rate, link.latency, link.curve, link.flow_cap, self.changed.get(link.name)
+
+    def _price(self, layout: Layout) -> Prices:
+        return price(
+            layout.graph,
+            layout.wiring,
+            self.plan,
+            self.problem,
+            contention=self.contention,
+            late=layout.late,
+            watched=frozenset(self.changed),
+        )
+
+    def prepare(self, run: Execution) -> None:
+        """Faults and overlap slow-down, before the run starts."""
+        if self.faults:
+            apply_faults(run, self.faults)
+        if self.overlap:
+            kinds = [self.kinds[a.rank] for a in run.graph.actors]
+            Overlap(run, {i: (k.compute_slowdown, k.comm_slowdown) for i, k in enumerate(kinds)})
 
 
 def _how_far(run: Run, faults: Sequence[Fault]) -> str:

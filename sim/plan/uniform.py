@@ -17,7 +17,7 @@ from sim.plan.draft import (
 )
 from sim.plan.placement import Recompute
 
-__all__ = ["check_batch", "check_layers", "layer_cuts", "uniform"]
+__all__ = ["check_batch", "check_layers", "check_sizes", "layer_cuts", "uniform"]
 
 
 def check_batch(global_batch: int, microbatch: int, dp: int, model_parallel: int = 1) -> int:
@@ -62,6 +62,33 @@ def check_layers(num_layers: int, layers: Sequence[int], num_stages: int) -> tup
             + "+".join(map(str, split_layers(num_layers, num_stages))),
         )
     return tuple(layers)
+
+
+def check_sizes(num_chips: int, sizes: dict[str, int]) -> int:
+    """Replicas that this many chips make with these sizes.
+
+    Args:
+        num_chips: to use, all of them. sizes: pp, tp, cp and further knobs that must be positive.
+
+    Raises:
+        InputError: a size is not positive, or the chips are no multiple of pp x tp x cp.
+    """
+    for key, value in sizes.items():
+        if value < 1:
+            raise InputError(
+                f"{key} must be positive", key=key, found=str(value), expected="at least 1"
+            )
+    pp, tp, cp = sizes["pp"], sizes["tp"], sizes["cp"]
+    shape = pp * tp * cp
+    if not num_chips or num_chips % shape:
+        low = num_chips // shape * shape
+        raise InputError(
+            "the number of chips is not a multiple of pp x tp x cp",
+            key="chips",
+            found=f"{num_chips} chips for {pp} x {tp} x {cp}",
+            expected=f"{low} or {low + shape}" if low else f"{shape}",
+        )
+    return num_chips // shape
 
 
 def layer_cuts(model: Model, layers: Sequence[int]) -> tuple[int, ...]:
@@ -110,29 +137,9 @@ def uniform(
     Raises:
         InputError: sizes that do not divide, a batch that does not, layers that do not add up.
     """
-    for key, value in (
-        ("pp", pp),
-        ("tp", tp),
-        ("cp", cp),
-        ("ep", ep),
-        ("microbatch", microbatch),
-        ("chunks", chunks),
-    ):
-        if value < 1:
-            raise InputError(
-                f"{key} must be positive", key=key, found=str(value), expected="at least 1"
-            )
-    shape = pp * tp * cp
-    if not chips or len(chips) % shape:
-        low = len(chips) // shape * shape
-        raise InputError(
-            "the number of chips is not a multiple of pp x tp x cp",
-            key="chips",
-            found=f"{len(chips)} chips for {pp} x {tp} x {cp}",
-            expected=f"{low} or {low + shape}" if low else f"{shape}",
-        )
-    dp = len(chips) // shape
-    m = check_batch(global_batch, microbatch, dp, shape)
+    sizes = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "microbatch": microbatch, "chunks": chunks}
+    dp = check_sizes(len(chips), sizes)
+    m = check_batch(global_batch, microbatch, dp, pp * tp * cp)
     virtual = pp * chunks
     counts = check_layers(
         model.num_layers, layers or split_layers(model.num_layers, virtual), virtual
