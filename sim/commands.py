@@ -15,12 +15,13 @@ from sim.errors import HetlabError, InputError, ThresholdError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sim.engine.faults import Fault
     from sim.plan.plan import Plan
     from sim.problem import Problem
     from sim.report.metrics import Metrics
     from sim.spec.load import Source
 
-__all__ = ["fail_if", "numbers_of", "register"]
+__all__ = ["fail_if", "faults_of", "numbers_of", "register"]
 
 _CONDITION = re.compile(r"\s*(?P<key>\w+)\s*(?P<op><=|>=|<|>)\s*(?P<value>\S.*?)\s*\Z")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -58,6 +59,47 @@ def fail_if(conditions: list[str], metrics: dict[str, float]) -> None:
             raise ThresholdError(f"{names[0]} is {metrics[names[0]]:.6g}: --fail-if {text} holds")
 
 
+def faults_of(stragglers: list[str], links: list[str], losses: list[str]) -> tuple[Fault, ...]:
+    """Read faults as they are typed.
+
+    Args:
+        stragglers: "RANK=FACTOR". links: "NAME=FACTOR" or "NAME=FACTOR@SECONDS"; several of one
+            name are its trace. losses: "RANK@SECONDS".
+
+    Raises:
+        UsageError: one is malformed.
+    """
+    from sim.engine.faults import ChipLoss, LinkChange, Straggler
+
+    found: list[Fault] = []
+    traces: dict[str, list[tuple[float, float]]] = {}
+    for text in stragglers:
+        rank, factor = _numbers(text, r"(\d+)=([\d.eE+-]+)", "--straggler RANK=FACTOR, e.g. 3=2.0")
+        found.append(Straggler(ranks=(int(rank),), factor=float(factor)))
+    for text in links:
+        name, factor, at = _numbers(
+            text, r"(.+)=([\d.eE+-]+)(?:@([\d.eE+-]+))?", "--link NAME=FACTOR@SECONDS"
+        )
+        traces.setdefault(name, []).append((float(at or 0.0), float(factor)))
+    for text in losses:
+        rank, at = _numbers(text, r"(\d+)@([\d.eE+-]+)", "--lose RANK@SECONDS, e.g. 3@1.5")
+        found.append(ChipLoss(rank=int(rank), at=float(at)))
+    changes = [LinkChange(link=n, trace=tuple(sorted(t))) for n, t in traces.items()]
+    return (*found, *changes)
+
+
+def _numbers(text: str, pattern: str, expected: str) -> tuple[str, ...]:
+    match = re.fullmatch(pattern, text.strip())
+    if match is None:
+        raise UsageError(f"{text}: expected {expected}")
+    try:
+        for group in match.groups()[1:]:
+            float(group or 0.0)
+    except ValueError:
+        raise UsageError(f"{text}: expected {expected}") from None
+    return match.groups()
+
+
 def numbers_of(metrics: Metrics) -> dict[str, float]:
     """The metrics that are numbers, by name."""
     import msgspec
@@ -81,6 +123,13 @@ def _simulate(
     overlap: Annotated[
         bool, typer.Option(help="Compute and communication slow each other.")
     ] = True,
+    straggler: Annotated[
+        list[str] | None, typer.Option(help="RANK=FACTOR: computes that much slower.")
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(help="NAME=FACTOR@SECONDS: has that share of its rate.")
+    ] = None,
+    lose: Annotated[list[str] | None, typer.Option(help="RANK@SECONDS: the chip stops.")] = None,
     gantt: Annotated[Path | None, typer.Option(help="Write the pipeline picture here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (.gz).")] = None,
     fail: Annotated[
@@ -100,7 +149,13 @@ def _simulate(
     problem = _problem_of(plan, str(plan_file), cluster)
     with progress(f"simulating {plan.name or plan_file.name}"):
         run = simulate(
-            plan, problem, steps=steps, fold=fold, contention=contention, overlap=overlap
+            plan,
+            problem,
+            steps=steps,
+            fold=fold,
+            contention=contention,
+            overlap=overlap,
+            faults=faults_of(straggler or [], link or [], lose or []),
         )
         report = report_of(run, problem)
     document = report.simulate_document()

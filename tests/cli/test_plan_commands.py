@@ -107,3 +107,18 @@ def test_a_truncated_plan_exits_4(planned: Path) -> None:
     (planned / "cut.json").write_bytes(data[: len(data) // 2])
     done = hetlab("simulate", "cut.json", cwd=planned)
     assert done.returncode == 4 and "truncated" in done.stderr
+
+
+def test_faults_are_typed(planned: Path) -> None:
+    def step(*args: str) -> float:
+        done = hetlab("simulate", "plan.json", "--json", *args, cwd=planned)
+        assert done.returncode == 0, done.stderr
+        return float(json.loads(done.stdout)["metrics"]["step_time_s"])
+
+    plain = step()
+    assert step("--straggler", "0=3.0") > plain
+    lost = hetlab("simulate", "plan.json", "--lose", "0@0.001", cwd=planned)
+    assert lost.returncode == 1 and "lost rank 0 at 0.001 s" in lost.stderr
+    assert hetlab("simulate", "plan.json", "--straggler", "zero", cwd=planned).returncode == 2
+    unknown = hetlab("simulate", "plan.json", "--link", "nowhere=0.5", cwd=planned)
+    assert unknown.returncode == 4 and "nowhere" in unknown.stderr
