@@ -43,7 +43,9 @@ def egress(machine: Machine, link_bytes: Sequence[float] | Mapping[int, float]) 
         machine: whose links. link_bytes: [B] per link index, as a sequence or a mapping.
     """
     rows = link_bytes.items() if isinstance(link_bytes, Mapping) else enumerate(link_bytes)
-    return sum(machine.links[x].price_per_byte * nbytes for x, nbytes in rows)
+    # Links of the host side come behind the machine's and cost nothing.
+    links = machine.links
+    return sum(links[x].price_per_byte * nbytes for x, nbytes in rows if x < len(links))
 
 
 def step_price(

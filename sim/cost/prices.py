@@ -38,6 +38,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
             such groups inside it.
         rank_keys: per rank, what its flows look like, when some class of the graph holds ranks that
             differ in it: the graph must then be laid out again with these keys apart. () when not.
+        slows: node -> (link index, share of the link's rate that is left while the node runs).
         assumptions: what the prices rest on, in words.
     """
 
@@ -51,4 +52,5 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     carried: dict[int, tuple[tuple[int, float], ...]] = {}
     inner_comm_s: dict[str, NDArray[np.float64]] = {}
     rank_keys: tuple[int, ...] = ()
+    slows: dict[int, tuple[int, float]] = {}
     assumptions: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 from sim.cost.assume import cost_assumptions
 from sim.cost.cell import INNER_GROUPS
 from sim.cost.collective import collective_cost, places
+from sim.cost.host import Host, HostPrice, on_host
 from sim.cost.prices import Prices
 from sim.cost.shared import Shared
 from sim.cost.stated import Late, late_units
@@ -20,6 +21,7 @@ from sim.cost.ways import Places
 from sim.cost.work import Effort, Work
 from sim.hardware.machine import Machine
 from sim.plan.graph import OpGraph, Wire
+from sim.plan.hashing import renumber
 from sim.plan.op import Op
 from sim.plan.plan import Plan
 from sim.plan.wiring import Wiring
@@ -80,6 +82,8 @@ class _Pricer:
         self.inner = np.zeros((len(INNER_GROUPS), n))
         self.local: dict[Hashable, Effort] = {}
         self.sent: dict[Hashable, int] = {}
+        self.host = Host(graph, work, contention, watched)
+        self.hosted: dict[int, HostPrice] = {}
 
     def run(self) -> Prices:
         graph, late = self.graph, self.late
@@ -88,7 +92,10 @@ class _Pricer:
         for node, op in enumerate(graph.ops):
             key = (op.kind, op.stage, op.label, op.part >= 0, op.recompute, op.group, op.amount)
             amount = late(node) if late is not None and op.ref is not None else None
-            if wires[node] < 0:
+            if wires[node] < 0 and on_host(op):
+                units = 1.0 if amount is None else late_units(graph, node, amount)
+                self.hosted[node] = self.host.price(op, actors[node], units)
+            elif wires[node] < 0:
                 effort = self._local(key, op, actors[node])
                 units = 1.0 if amount is None else late_units(graph, node, amount)
                 self.seconds[node], self.flops[node] = effort.seconds * units, effort.flops * units
@@ -156,12 +163,19 @@ class _Pricer:
                 carried.update(dict.fromkeys(nodes, apart))
                 crossed.update(dict.fromkeys(nodes, tuple(x for x, _ in apart)))
             self.nbytes[nodes] = message.nbytes
-        links = self.machine.links
+        for node, found in self.hosted.items():
+            self.seconds[node], self.nbytes[node] = found.seconds, found.nbytes
+            if found.flows:
+                flows[node] = found.flows
+            if found.carried:
+                carried[node] = found.carried
+                crossed[node] = tuple(x for x, _ in found.carried)
+        links, host = self.machine.links, self.host
         return Prices(
             seconds=self.seconds,
             flows=flows,
-            link_rates=tuple(x.rate for x in links),
-            link_names=tuple(x.name for x in links),
+            link_rates=(*(x.rate for x in links), *host.rates),
+            link_names=(*(x.name for x in links), *host.names),
             nbytes=self.nbytes,
             flops=self.flops,
             wires=crossed,
@@ -169,9 +183,19 @@ class _Pricer:
             inner_comm_s={
                 role: row for role, row in zip(INNER_GROUPS, self.inner, strict=True) if row.any()
             },
-            rank_keys=shared.rank_keys() if self.contention else (),
-            assumptions=cost_assumptions(self.work.plan, self.work.problem),
+            rank_keys=self._rank_keys(shared),
+            slows={k: p.slows for k, p in self.hosted.items() if p.slows is not None},
+            assumptions=(
+                *cost_assumptions(self.work.plan, self.work.problem),
+                *host.assumptions,
+            ),
         )
+
+    def _rank_keys(self, shared: Shared) -> tuple[int, ...]:
+        if not self.contention:
+            return ()
+        keys = [found for found in (shared.rank_keys(), self.host.rank_keys()) if found]
+        return tuple(renumber(zip(*keys, strict=True))) if len(keys) > 1 else (keys or [()])[0]
 
 
 def group_keys(machine: Machine, wiring: Wiring, chips: Sequence[int] = ()) -> list[Hashable]:

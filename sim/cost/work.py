@@ -22,7 +22,6 @@ from sim.problem import Problem
 __all__ = ["PASSES", "Effort", "Work"]
 
 PASSES = ("F", "B", "I", "W", "R")
-_HOST_COPIES = ("D2H", "H2D")
 _LOCAL = ("LOOKUP", "ENCODE", "DECODE")
 WIDTH = 1e4
 """[B] per token that groups are compared by: some thousand 16-bit elements."""
@@ -138,12 +137,7 @@ class Work:
         if op.kind == "RESHARD":
             return Effort(0.0)
         amount = self.amount(op)
-        if op.kind in _HOST_COPIES:
-            machine = self.problem.machine
-            rate = machine.nodes[places(machine).node[self.chip(rank)]].pcie_rate
-            if amount is not None and rate > 0:
-                return Effort(amount.nbytes / rate)
-        elif op.kind in _LOCAL and amount is not None:
+        if op.kind in _LOCAL and amount is not None:
             chip = self.accelerator(rank)
             rate = chip.memory_bytes_per_s * chip.memory_efficiency
             return Effort(amount.nbytes / rate + chip.kernel_overhead_s)
@@ -255,11 +249,20 @@ class Work:
             for b in blocks:
                 entry = measured.find(b, accelerator.name, cell.tp, self.math.microbatch, cell.cp)
                 update += entry.update if entry is not None else 0.0
+        params = self.owned_params(op, rank)
+        return optimizer_time(accelerator, self.problem.job, params, update=update)
+
+    def held_params(self, op: Op, rank: int) -> float:
+        """Parameters of the op's segment on its rank."""
+        return sum(rank_params(self.segment(op, rank), self.cell(rank, op).tp, self.placement.ep))
+
+    def owned_params(self, op: Op, rank: int) -> float:
+        """Parameters of the op's segment that its rank updates: its shard under ZeRO-1."""
         ep = self.placement.ep
-        dense, experts = rank_params(blocks, cell.tp, ep)
+        dense, experts = rank_params(self.segment(op, rank), self.cell(rank, op).tp, ep)
         if self.math.zero:
             shards = max(len(self._members(rank, "dp")), 1)
             # With ep > 1 experts are replicated over other ranks than the rest.
             role = "dp" if ep == 1 else "edp"
             dense, experts = dense / shards, experts / max(len(self._members(rank, role)), 1)
-        return optimizer_time(accelerator, self.problem.job, dense + experts, update=update)
+        return dense + experts

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from sim.cost.prices import Prices
 from sim.cost.pricing import group_keys, price
+from sim.engine.duplex import Duplex
 from sim.engine.execute import Execution, Outcome
 from sim.engine.faults import ChipLoss, Fault, LinkChange, apply_faults, faulty
 from sim.engine.messages import Handled, MessagePrice, Messages
@@ -246,9 +247,11 @@ class _Setting:
         )
 
     def prepare(self, run: Execution) -> None:
-        """Faults and overlap slow-down, before the run starts."""
+        """Faults, slow-down of copies both ways and of overlap, before the run starts."""
         if self.faults:
             apply_faults(run, self.faults)
+        if run.prices.slows:
+            Duplex(run)
         if self.overlap:
             kinds = [self.kinds[a.rank] for a in run.graph.actors]
             Overlap(run, {i: (k.compute_slowdown, k.comm_slowdown) for i, k in enumerate(kinds)})

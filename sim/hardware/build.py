@@ -152,6 +152,7 @@ def _add_node(draft: _Draft, spec: NodeSpec, site: str, island: str) -> None:
             nonaffine_rate=spec.nonaffine_rate,
             host_memory_bytes=spec.host_memory_bytes,
             pcie_rate=spec.pcie_rate,
+            host=spec.host,
             chip_links=tuple(ports),
             nic_links=tuple(nics),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Accelerator", "Curve", "Link", "Machine", "Node", "Path"]
+__all__ = ["Accelerator", "Curve", "HostSide", "Link", "Machine", "Node", "Path"]
 
 Curve = tuple[tuple[float, float], ...]
 """((nbytes [B], fraction of the nominal rate reached), ...), by size; () means 1 everywhere."""
@@ -76,6 +76,28 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "nic"
 
 
+class HostSide(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's chips share of their host.
+
+    Args:
+        shared_by: chips behind one PCIe switch. shared_rate: [B/s] of the switch's way to the host,
+            per direction; 0 when no switch is shared.
+        both_ways: share of the rate that H2D copies keep while the chip's D2H copies run.
+        memory_bytes_per_s, flops_per_s: [B/s], [FLOP/s] that a CPU optimizer reaches, all chips'
+            updates together.
+        update_s: [s] per parameter, measured; 0 takes the larger of bytes and FLOPs.
+        assumed: what of this nobody stated, in words.
+    """
+
+    shared_by: int = 1
+    shared_rate: float = 0.0
+    both_ways: float = 1.0
+    memory_bytes_per_s: float = 0.0
+    flops_per_s: float = 0.0
+    update_s: float = 0.0
+    assumed: tuple[str, ...] = ()
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     """One host with its accelerators.
 
@@ -88,7 +110,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         chip_nic: affine NIC of each local chip.
         nonaffine_rate: [B/s] most that a flow gets through a NIC its chip is not affine to; 0 means
             no such cap.
-        host_memory_bytes: [B]. pcie_rate: [B/s] host link per direction and chip.
+        host_memory_bytes: [B]. pcie_rate: [B/s] host link per direction and chip. host: the rest.
         chip_links: (out, in) indices in Machine.links of each local chip's fabric port; equal where
             the port is half duplex; () in a node of one chip without a fabric.
         nic_links: (out, in) indices of each NIC, likewise.
@@ -111,6 +133,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     nonaffine_rate: float = 0.0
     host_memory_bytes: float = 0.0
     pcie_rate: float = 0.0
+    host: HostSide = HostSide()
     chip_links: tuple[tuple[int, int], ...] = ()
     nic_links: tuple[tuple[int, int], ...] = ()
 

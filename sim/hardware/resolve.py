@@ -11,7 +11,8 @@ import msgspec
 
 from sim.errors import InputError
 from sim.hardware.catalog import Catalog
-from sim.hardware.machine import Accelerator, Curve
+from sim.hardware.host import copy_rate, host_side
+from sim.hardware.machine import Accelerator, Curve, HostSide
 from sim.spec.fields import Stated
 from sim.spec.profiles import (
     AcceleratorNumbers,
@@ -84,6 +85,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     nonaffine_rate: float
     host_memory_bytes: float
     pcie_rate: float
+    host: HostSide
     guesses: tuple[str, ...]
 
 
@@ -225,7 +227,8 @@ def resolve_node(use: NodeNumbers, profile: str, catalog: Catalog, where: str) -
         chip_nic=_affinity(nics, chips, where) if with_nics else (),
         nonaffine_rate=nics.nonaffine_rate.value if with_nics and nics.nonaffine_rate else 0.0,
         host_memory_bytes=memory.value if memory is not None else 0.0,
-        pcie_rate=pcie.rate.value if pcie is not None else 0.0,
+        pcie_rate=copy_rate(pcie),
+        host=host_side(pcie, first("host")),
         guesses=tuple(guesses),
     )
 

@@ -37,6 +37,7 @@ __all__ = [
     "AcceleratorDoc",
     "AcceleratorNumbers",
     "CurvePoint",
+    "HostDoc",
     "LinkDoc",
     "LinkNumbers",
     "NicsDoc",
@@ -219,9 +220,44 @@ class NicsDoc(LinkUse):
 
 
 class PcieDoc(Doc):
-    """The link between host memory and each chip. Args: rate [B/s] per direction and chip."""
+    """The link between host memory and each chip.
+
+    Args:
+        rate: [B/s] per direction and chip, of copies from and to pinned memory.
+        shared_by: chips behind one switch. shared_rate: [B/s] of that switch's way to the host, per
+            direction; None means as much as one chip's.
+        both_ways: share of the rate that copies to a chip keep while it copies to the host.
+        pinned: host buffers are pinned. pageable: share of the rate that copies reach if not.
+    """
 
     rate: StatedRate
+    shared_by: Count = Field(default=1, ge=1)
+    shared_rate: StatedRate | None = None
+    both_ways: StatedFraction | None = None
+    pinned: bool = True
+    pageable: StatedFraction | None = None
+
+    @field_validator("both_ways", "pageable")
+    @classmethod
+    def _share(cls, number: Stated | None) -> Stated | None:
+        if number is not None and not 0 < number.value <= 1:
+            raise PydanticCustomError(
+                "share", "not a share of the rate", {"expected": "above 0, up to 1"}
+            )
+        return number
+
+
+class HostDoc(Doc):
+    """What a node's processors do, all of it shared by the node's chips.
+
+    Args:
+        memory_bandwidth: [B/s] that the optimizer reaches. flops: [FLOP/s] that it reaches.
+        update: [s] per parameter of an optimizer step, measured; it replaces the other two.
+    """
+
+    memory_bandwidth: StatedRate | None = None
+    flops: StatedFlopRate | None = None
+    update: StatedSeconds | None = None
 
 
 class NodeNumbers(Doc):
@@ -230,7 +266,7 @@ class NodeNumbers(Doc):
     Args:
         accelerator: profile name. chips: accelerators per node.
         fabric: link between the chips of a node, per chip and direction.
-        nics: network cards. host_memory: [B]. pcie: link to host memory.
+        nics: network cards. host_memory: [B]. pcie: link to host memory. host: its processors.
     """
 
     accelerator: str | None = None
@@ -239,6 +275,7 @@ class NodeNumbers(Doc):
     nics: NicsDoc | None = None
     host_memory: StatedBytes | None = None
     pcie: PcieDoc | None = None
+    host: HostDoc | None = None
 
 
 class NodeDoc(Origin, NodeNumbers):
