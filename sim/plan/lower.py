@@ -16,7 +16,7 @@ from sim.plan.plan import Amount, Mathematics, Plan
 from sim.plan.schedules import explicit_order, positions
 from sim.problem import Problem
 
-__all__ = ["boundaries_of", "lower"]
+__all__ = ["amounts_of", "boundaries_of", "lower"]
 
 
 def lower(problem: Problem, draft: PlanDraft) -> Plan:
@@ -81,7 +81,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
         barrier=draft.barrier,
         buffers=p.buffers,
         tables=draft.tables,
-        amounts=_amounts(problem, placement, p.microbatch),
+        amounts=amounts_of(problem, placement, p.microbatch),
         problem=problem.documents,
         problem_hash=problem.hash,
         version=_version(),
@@ -258,8 +258,12 @@ def _tied(model: Model, placement: Placement) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _amounts(problem: Problem, placement: Placement, microbatch: int) -> dict[str, Amount]:
-    """Amounts per microbatch, before splitting: forward, boundary transfer, gradient and update."""
+def amounts_of(problem: Problem, placement: Placement, microbatch: int) -> dict[str, Amount]:
+    """Amounts per microbatch, before splitting: forward, boundary transfer, gradient and update.
+
+    Args:
+        problem: whose model. placement: segments and boundaries. microbatch: [sequences].
+    """
     job = problem.job
     tokens = float(microbatch * job.sequence_length)
     found = {}

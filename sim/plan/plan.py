@@ -61,12 +61,18 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         origin: "file", "generator" or "controller".
         values: key -> list over steps of a number, a vector over a group's members, or a matrix
             members x members; the last entry holds for all later steps.
-        controller: registered function that writes this table ("controller" only).
-        inputs: tables the controller reads. initial: values a read before the first write sees.
+            Of origin "file" only.
+        generator: registered function that makes the rows from the run's seed; parameters: of its
+            call. Of origin "generator" only; see sim.plan.generators.
+        controller: registered function that writes this table from others; inputs: tables it reads.
+            Of origin "controller" only.
+        initial: values a read before the first write sees.
     """
 
     origin: str = "file"
     values: dict[str, list[Any]] = {}
+    generator: str = ""
+    parameters: dict[str, Any] = {}
     controller: str = ""
     inputs: tuple[str, ...] = ()
     initial: dict[str, Any] = {}

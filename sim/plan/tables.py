@@ -1,6 +1,8 @@
-"""Late amounts: tables whose values are known only in the step, and controllers that write them.
+"""Late amounts: tables whose values are known only in the step, and what writes them.
 
-Structure is static: which ops exist never depends on a table. A controller is a registered pure
+Structure is static: which ops exist never depends on a table. A table is written down in the plan
+(``file``), made from the run's seed (``generator``, see sim.plan.generators) or worked out from
+other tables (``controller``). A controller is a registered pure
 function of the tables it reads, so its result for step k depends on no simulated time and can be
 computed when the run is laid out; the op that runs it (HOST) has a cost of its own.
 """
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sim.errors import PlanError
+from sim.plan.generators import generated_rows
 from sim.plan.op import Ref
 from sim.plan.plan import Table
 
@@ -73,16 +76,22 @@ class Resolved:
         return row[ref.key]
 
 
-def resolve_tables(tables: dict[str, Table], steps: int) -> Resolved:
+def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resolved:
     """Values of every table for ``steps`` steps; controllers run in order of their inputs.
 
+    Args:
+        tables: name -> table. steps: number of steps. seed: of generated tables.
+
     Raises:
-        PlanError: a controller is not registered, or tables read one another in a circle.
+        PlanError: an origin is unknown or contradicts the table's other fields, a controller or
+            generator is not registered, or tables read one another in a circle.
     """
+    for name, table in tables.items():
+        _check_origin(name, table)
     rows: dict[str, list[Values]] = {}
     waiting = dict(tables)
     while waiting:
-        ready = [n for n, t in waiting.items() if not t.controller or set(t.inputs) <= set(rows)]
+        ready = [n for n, t in waiting.items() if set(t.inputs) <= set(rows)]
         if not ready:
             raise PlanError(
                 "tables read one another in a circle, or an unknown one",
@@ -90,20 +99,47 @@ def resolve_tables(tables: dict[str, Table], steps: int) -> Resolved:
                 found=", ".join(sorted(waiting)),
             )
         for name in ready:
-            rows[name] = _rows(name, waiting.pop(name), rows, steps)
+            rows[name] = _rows(name, waiting.pop(name), rows, steps, seed)
     return Resolved(rows, {n: t.initial for n, t in tables.items()})
 
 
-def _rows(name: str, table: Table, rows: dict[str, list[Values]], steps: int) -> list[Values]:
-    if not table.controller:
+def _check_origin(name: str, table: Table) -> None:
+    given = {
+        "file": bool(table.values),
+        "generator": bool(table.generator or table.parameters),
+        "controller": bool(table.controller or table.inputs),
+    }
+    if table.origin not in given:
+        raise PlanError(
+            "unknown origin of a table",
+            key=f"tables.{name}.origin",
+            found=table.origin,
+            expected="one of " + " ".join(given),
+        )
+    odd = [origin for origin, there in given.items() if there and origin != table.origin]
+    if odd:
+        raise PlanError(
+            f"a table of origin {table.origin} with what belongs to origin {odd[0]}",
+            key=f"tables.{name}",
+            found=odd[0],
+            expected=f"origin {odd[0]}, or nothing of it",
+        )
+
+
+def _rows(
+    name: str, table: Table, rows: dict[str, list[Values]], steps: int, seed: int
+) -> list[Values]:
+    if table.origin == "file":
         return [
             {k: v[min(s, len(v) - 1)] for k, v in table.values.items() if v} for s in range(steps)
         ]
+    if table.origin == "generator":
+        return generated_rows(name, table.generator, table.parameters, seed, steps)
     if table.controller not in CONTROLLERS:
         raise PlanError(
             "a controller of this plan is not installed",
             key=f"tables.{name}.controller",
-            found=table.controller,
+            found=table.controller or "no name",
             expected=" ".join(sorted(CONTROLLERS)),
         )
     function = CONTROLLERS[table.controller]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-import numpy as np
-
 from sim.errors import PlanError
 from sim.plan.flat import flatten
 from sim.plan.fold import fold_plan, relations
-from sim.plan.graph import OpGraph, build_graph
+from sim.plan.gradients import prove_updates
+from sim.plan.graph import build_graph
 from sim.plan.kinds import KINDS
+from sim.plan.lower import amounts_of
 from sim.plan.op import Op
 from sim.plan.order import find_cycle
 from sim.plan.passes import expand
@@ -19,13 +19,14 @@ from sim.plan.plan import Plan
 from sim.plan.program import Program, walk
 from sim.plan.tables import resolve_tables
 from sim.plan.wiring import Wiring, wire
+from sim.problem import Problem, problem_from_documents
 
 __all__ = ["validate"]
 
 Key = tuple[int, int, int, str]
 
 
-def validate(plan: Plan) -> None:
+def validate(plan: Plan, problem: Problem | None = None) -> None:
     """Check every rule of the plan format.
 
     Proves: every block is placed once per replica; each (microbatch, part, segment) of a cell has
@@ -33,13 +34,21 @@ def validate(plan: Plan) -> None:
     gradient is reduced once and applied once, after all of it is there; only inexact plans read
     whatever version there is; members list the same order and nothing waits in a circle with the
     declared buffers; live activations and gathered parameters are back where they were after every
-    step.
+    step. With a problem, also that its model is placed whole and that amounts are the model's.
+
+    Args:
+        plan: to check. problem: what it is for; None takes the one the plan carries, if any.
 
     Raises:
         PlanError: the first rule that is broken, with the rank and the op.
+        InputError: the problem the plan carries is broken.
     """
     _exactness(plan)
     _placement(plan)
+    if problem is None and plan.problem:
+        problem = problem_from_documents(plan.problem)
+    if problem is not None:
+        _belongs(plan, problem)
     programs, wiring = expand(plan), wire(plan.placement)
     _ranks(plan, programs)
     for program in programs:
@@ -51,7 +60,7 @@ def validate(plan: Plan) -> None:
             continue
         microbatches = plan.placement.microbatches
         _passes(rank, ops, wiring, microbatches[cell.replica] if microbatches else 1)
-        _updates(rank, ops, wiring, required=bool(plan.lowering))
+        _updates(rank, ops, wiring)
     graph = build_graph(programs, wiring, 2, _classes(plan, programs, wiring), plan.buffers)
     cycle = find_cycle(graph)
     if cycle:
@@ -62,7 +71,37 @@ def validate(plan: Plan) -> None:
             found=names,
             expected="an order in which every op can start",
         )
-    _applied_last(graph)
+    prove_updates(graph, wiring)
+
+
+def _belongs(plan: Plan, problem: Problem) -> None:
+    """The plan is for this problem: every block is placed, amounts are the model's."""
+    if plan.problem_hash and plan.problem_hash != problem.hash:
+        raise PlanError(
+            "the plan was made for another problem than the one it carries",
+            key="problem_hash",
+            found=plan.problem_hash,
+            expected=problem.hash,
+        )
+    segments = plan.placement.segments
+    placed = max((s.blocks[1] for s in segments), default=0)
+    if placed and placed != len(problem.model.blocks):
+        raise PlanError(
+            "every block of the model is placed once",
+            key="placement.segments",
+            found=f"{placed} of {len(problem.model.blocks)} blocks",
+            expected=f"segments up to block {len(problem.model.blocks) - 1}",
+        )
+    if placed:
+        wanted = amounts_of(problem, plan.placement, plan.mathematics.microbatch)
+        for key, amount in plan.amounts.items():
+            if key in wanted and amount != wanted[key]:
+                raise PlanError(
+                    "an amount is not the model's",
+                    key=f"amounts.{key}",
+                    found=str(amount),
+                    expected=str(wanted[key]),
+                )
 
 
 def _classes(plan: Plan, programs: tuple[Program, ...], wiring: Wiring) -> list[int] | None:
@@ -264,12 +303,13 @@ def _same_parts(rank: int, forward: Iterable[Key]) -> None:
             )
 
 
-def _updates(rank: int, ops: list[Op], wiring: Wiring, *, required: bool) -> None:
-    """Each gradient is reduced at most once and applied once; lowered plans must reduce it."""
-    count: Counter[tuple[str, int, str]] = Counter()
-    for op in ops:
-        if op.kind in ("REDUCE_GRAD", "OPT", "UNSHARD", "RESHARD"):
-            count[op.kind, wiring.stage_of(op, rank), op.label] += 1
+def _updates(rank: int, ops: list[Op], wiring: Wiring) -> None:
+    """Each stage's gradient is applied; gathered parameters are dropped as often."""
+    count: Counter[tuple[str, int]] = Counter(
+        (op.kind, wiring.stage_of(op, rank))
+        for op in ops
+        if op.kind in ("OPT", "UNSHARD", "RESHARD")
+    )
     gathered = sum(n for k, n in count.items() if k[0] == "UNSHARD")
     dropped = sum(n for k, n in count.items() if k[0] == "RESHARD")
     if dropped and gathered != dropped:
@@ -281,51 +321,11 @@ def _updates(rank: int, ops: list[Op], wiring: Wiring, *, required: bool) -> Non
     stages = {wiring.stage_of(op, rank) for op in ops if op.kind == "F"}
     sends = any(op.kind == "PUSH" for op in ops)
     for stage in stages:
-        applied = any(k[0] == "OPT" and k[1] in (stage, -1) for k in count)
-        if not applied and not sends:
+        if not sends and not count["OPT", stage] and not count["OPT", -1]:
             raise PlanError(
                 f"rank {rank}: the gradient of stage {stage} is never applied",
                 key="programs",
                 expected=f"{stage}OPT",
-            )
-        replicated = bool(wiring.of_rank.get((rank, "dp")))
-        if required and replicated and not count["REDUCE_GRAD", stage, ""]:
-            raise PlanError(
-                f"rank {rank}: the gradient of stage {stage} is never reduced",
-                key="programs",
-                expected=f"{stage}REDUCE_GRAD",
-            )
-
-
-def _applied_last(graph: OpGraph) -> None:
-    """An update comes after every backward of its stage (and segment) in its own step."""
-    src = np.concatenate([graph.dep_src, graph.order_src])
-    dst = np.concatenate([graph.dep_dst, graph.order_dst])
-    order = np.argsort(dst, kind="stable")
-    before, bounds = src[order], np.searchsorted(dst[order], np.arange(graph.num_nodes + 1))
-    backward: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
-    for node, op in enumerate(graph.ops):
-        if op.kind in ("B", "W"):
-            backward[int(graph.actor[node]), int(graph.step[node]), op.stage, op.label].append(node)
-    for node, op in enumerate(graph.ops):
-        if op.kind != "OPT" or graph.step[node] != 0:
-            continue
-        key = (int(graph.actor[node]), 0, op.stage, op.label)
-        wanted = set(backward.get(key, ()))
-        seen, stack = {node}, [node]
-        while stack and wanted:
-            last = stack.pop()
-            for k in before[bounds[last] : bounds[last + 1]].tolist():
-                if k not in seen:
-                    seen.add(k)
-                    wanted.discard(k)
-                    stack.append(k)
-        if wanted:
-            raise PlanError(
-                f"{graph.label(node)} updates before all of its gradient is there",
-                key="programs",
-                found=f"{graph.ops[min(wanted)].name} may still run",
-                expected="a dependency on it",
             )
 
 
