@@ -117,6 +117,7 @@ def register(app: typer.Typer) -> None:
 def _simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the plan's generated tables.")] = 0,
     cluster: Annotated[str, typer.Option(help="Another cluster: a file or bundled name.")] = "",
     fold: Annotated[bool, typer.Option(help="Run one rank per class of equal ranks.")] = True,
     contention: Annotated[bool, typer.Option(help="Transfers share links.")] = True,
@@ -156,6 +157,7 @@ def _simulate(
             contention=contention,
             overlap=overlap,
             faults=faults_of(straggler or [], link or [], lose or []),
+            seed=seed,
         )
         report = report_of(run, problem)
     document = report.simulate_document()

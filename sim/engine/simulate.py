@@ -35,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         plan, programs, wiring, graph: see there. tables: late amounts. steps: number of steps.
+        seed: that generated tables were made from.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     graph: OpGraph
     tables: Resolved
     steps: int
+    seed: int = 0
 
     def late(self, node: int) -> ArrayLike | None:
         """The node's resolved late amount, or None when its amounts are all static."""
@@ -86,6 +88,7 @@ def lay_out(
     link_key: Callable[[int], Hashable] | None = None,
     blocking: frozenset[int] = frozenset(),
     wiring: Wiring | None = None,
+    seed: int = 0,
 ) -> Layout:
     """Build programs, wiring and op graph of a plan.
 
@@ -95,21 +98,22 @@ def lay_out(
         rank_keys: per rank, what else must be equal for two ranks to fold (accelerator, faults).
         path, link_key: links between two ranks and what a link is, for folding.
         blocking: ranks on which compute blocks the issuer.
-        wiring: of the placement, when it is there already.
+        wiring: of the placement, when it is there already. seed: of generated tables.
 
     Raises:
         PlanError: the plan's programs are not well formed.
     """
     programs, wiring = expand(plan), wiring or wire(plan.placement)
     flats = [flatten(p) for p in programs]
-    tables = resolve_tables(plan.tables, steps)
+    tables = resolve_tables(plan.tables, steps, seed)
     classes = None
     if fold:
         classes = fold_plan(plan, programs, wiring, tables, rank_keys, path, link_key, flats)
     graph = build_graph(programs, wiring, steps, classes, plan.buffers, blocking, flats)
     return Layout(
-        plan=plan, programs=programs, wiring=wiring, graph=graph, tables=tables, steps=steps
-    )
+        plan=plan, programs=programs, wiring=wiring, graph=graph, tables=tables, steps=steps,
+        seed=seed,
+    )  # fmt: skip
 
 
 def run_layout(
@@ -155,6 +159,7 @@ def simulate(
     contention: bool = True,
     overlap: bool = True,
     faults: Sequence[Fault] = (),
+    seed: int = 0,
 ) -> Run:
     """Simulate a plan on the cluster of its problem.
 
@@ -164,6 +169,7 @@ def simulate(
         contention: transfers share links; False prices each as if alone.
         overlap: compute and communication slow each other by the chips' profiled factors.
         faults: stragglers, link changes, lost chips.
+        seed: of generated tables; the same plan and seed give the same run, bit by bit.
 
     Raises:
         SimulationError: ops wait in a circle, or a lost chip stops the run; says how far it came.
@@ -171,7 +177,7 @@ def simulate(
     """
     began = process_time()
     problem = problem or problem_from_documents(plan.problem)
-    setting = _Setting(plan, problem, steps, fold, contention, overlap, tuple(faults))
+    setting = _Setting(plan, problem, steps, fold, contention, overlap, tuple(faults), seed)
     layout, prices = setting.settled()
     run = run_layout(layout, lambda _: prices, prepare=setting.prepare)
     if run.outcome.unfinished:
@@ -191,9 +197,10 @@ class _Setting:
         contention: bool,
         overlap: bool,
         faults: tuple[Fault, ...],
+        seed: int,
     ) -> None:
         self.plan, self.problem, self.steps, self.fold = plan, problem, steps, fold
-        self.contention, self.overlap, self.faults = contention, overlap, faults
+        self.contention, self.overlap, self.faults, self.seed = contention, overlap, faults, seed
         machine, n = problem.machine, plan.placement.num_ranks
         self.chips = plan.placement.chips or tuple(range(n))
         types = [x.accelerator for x in machine.nodes for _ in range(*x.chips)]
@@ -229,6 +236,7 @@ class _Setting:
             link_key=self._link_key,
             blocking=frozenset(r for r, k in enumerate(self.kinds) if not k.async_compute),
             wiring=self.wiring,
+            seed=self.seed,
         )
 
     def _link_key(self, index: int) -> Hashable:

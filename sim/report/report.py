@@ -40,7 +40,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         run, problem: what was simulated; None for a plan without a problem.
         spans, metrics, links, basis: of it.
-        memory: (stage, replica) -> ledger of the cell. seed: used.
+        memory: (stage, replica) -> ledger of the cell. seed: of the run's generated tables.
     """
 
     run: Run
@@ -118,7 +118,6 @@ def report_of(
     problem: Problem | None = None,
     *,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
-    seed: int = 0,
 ) -> Report:
     """Measure a simulation.
 
@@ -129,7 +128,6 @@ def report_of(
         problem: what was planned for; without it (stated times) FLOPs, peaks, prices and memory are
             unknown.
         memory: (stage, replica) -> ledger of the cell; None works it out for plans with a schedule.
-        seed: used.
 
     Raises:
         InputError: a chip cannot compute in the plan's dtype.
@@ -154,7 +152,7 @@ def report_of(
         memory = peak_memory(plan, problem) if problem and scheduled else {}
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
-        memory=memory, seed=seed,
+        memory=memory, seed=run.layout.seed,
     )  # fmt: skip
 
 
