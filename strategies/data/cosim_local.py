@@ -59,9 +59,11 @@ def quantise(values: Floats, bits: int) -> Floats:
 
     Integer levels with one scale for the vector, not the FP4 of the paper.
     """
-    if not bits or not values.any():
+    if not bits:
         return values
     scale = float(np.abs(values).max()) / (2 ** (bits - 1) - 1)
+    if scale == 0.0:
+        return np.zeros_like(values)
     return np.asarray(np.rint(values / scale) * scale)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "delay_table",
     "drawn_delays",
     "fixed_delay",
+    "published_delays",
     "published_protocol",
     "round_ends",
     "stream",
@@ -190,6 +191,20 @@ def published_protocol(
         for i in pushing:
             pulled[i] = len(order)
     return check_order(order)
+
+
+def published_delays(num_workers: int, delay: int, seed: int) -> tuple[int, ...]:
+    """The random delays of that code, drawn once: worker 0 has the largest, worker 1 has 1.
+
+    The others are uniform on 1 .. ``delay`` [steps].
+
+    Raises:
+        InputError: there are not two workers, or the delay is below 1.
+    """
+    if num_workers < 2 or delay < 1:
+        raise InputError("two workers and a delay of one step at least", key="delays")
+    others = stream(seed, "published delays").integers(1, delay + 1, size=num_workers - 2)
+    return (delay, 1, *(int(d) for d in others))
 
 
 def delay_table(order: Sequence[Arrival]) -> DelayTable:

@@ -12,7 +12,7 @@ Marks say where a statement comes from and travel with each value (see Bound):
 
 from __future__ import annotations
 
-from math import ceil, log, pi, sin
+from math import ceil, log, pi, sin, sqrt
 from typing import Literal
 
 import msgspec
@@ -223,7 +223,9 @@ def average_delay_rate(scale: float, mean_delay: float, updates: int) -> float:
     Mark: found, Deng et al., NeurIPS 2024.
     """
     check_positive(scale, "scale")
-    return scale / (check_positive(mean_delay, "mean_delay") * check_positive(updates, "K") ** 0.5)
+    return scale / (
+        check_positive(mean_delay, "mean_delay") * sqrt(check_positive(updates, "updates"))
+    )
 
 
 def decay_start(tau: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,6 +94,15 @@ def test_an_order_needs_one_writer() -> None:
         arrivals(())
     with pytest.raises(InputError, match="at least one write"):
         arrivals(mini.async_sgd().run().handled, server=1)
+
+
+def test_a_write_that_never_ended_is_not_in_the_order() -> None:
+    handled = mini.async_sgd().run().handled
+    last = max(i for i, h in enumerate(handled) if h.op.writes)
+    lost = [
+        msgspec.structs.replace(h, end=np.inf) if i == last else h for i, h in enumerate(handled)
+    ]
+    assert arrivals(lost) == arrivals(handled)[:-1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

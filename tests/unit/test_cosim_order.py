@@ -14,6 +14,7 @@ from strategies.data.cosim_order import (
     delay_table,
     drawn_delays,
     fixed_delay,
+    published_delays,
     published_protocol,
     stream,
 )
@@ -68,6 +69,17 @@ def test_published_protocol_by_hand() -> None:
     run = train_async(TASK, order, Rule(rate=rate))
     np.testing.assert_allclose(run.params, params, rtol=1e-12)
     assert run.times[-1] == 24.0
+
+
+def test_delays_drawn_once_as_published() -> None:
+    delays = published_delays(400, 8, seed=1)
+    assert delays[:2] == (8, 1) and set(delays) == set(range(1, 9))
+    assert delays == published_delays(400, 8, seed=1) != published_delays(400, 8, seed=2)
+    order = published_protocol(delays, 64)
+    steps = {w: [a.time for a in order if a.worker == w] for w in range(16)}
+    assert all(set(np.diff(steps[w])) == {delays[w]} for w in range(16))
+    with pytest.raises(InputError):
+        published_delays(1, 4, seed=0)
 
 
 def test_streams_are_told_apart_by_seed_and_name() -> None:

@@ -175,6 +175,8 @@ def test_closed_forms() -> None:
     assert bounded_delay(q, tau).value == convex(q, tau).value
     lemma = strongly_convex_lemma(s, tau).value
     assert from_response(s, tau).value < strongly_convex(s, tau).value < lemma
+    sum_of_lemma = 17 * np.log(34) + 3 / (s.rate * 0.05)
+    assert lemma == pytest.approx(2 * s.rate * sum_of_lemma / 10_000)
 
 
 def test_no_bound_of_ours_is_called_published() -> None:
