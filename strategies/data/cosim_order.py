@@ -7,7 +7,6 @@ to t + 1. An order comes from a simulated run (``arrivals``) or from a delay mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from sim.engine.messages import Handled
 from sim.engine.simulate import Run
 from sim.errors import InputError
+from sim.plan.generators import random_stream
 
 __all__ = [
     "Arrival",
@@ -67,9 +67,8 @@ class DelayTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream(seed: int, *names: str | int) -> np.random.Generator:
-    """The random stream of a name; other names of the same seed are independent of it."""
-    words = [int.from_bytes(blake2b(str(n).encode(), digest_size=8).digest()) for n in names]
-    return np.random.default_rng(np.random.SeedSequence([seed, *words]))
+    """The random stream of these names (sim.plan.generators.random_stream); ranks are names too."""
+    return random_stream(seed, *(str(n) for n in names))
 
 
 def arrivals(handled: Iterable[Handled], server: int | None = None) -> tuple[Arrival, ...]:
