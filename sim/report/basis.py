@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -30,6 +30,9 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
         dtype: compute dtype of the peak.
         price_per_s: [USD/s] all chips together, or None when a chip has no price.
         egress_per_step: [USD] price of the bytes sent over priced links.
+        unused: accelerator type -> chips of the cluster that hold no rank.
+        uncalibrated: types in use of which no efficiency was measured, where the times of the plan
+            rest on such efficiencies.
     """
 
     tokens_per_step: float
@@ -40,6 +43,8 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     price_per_s: float | None = None
     egress_per_step: float = 0.0
+    unused: dict[str, int] = {}
+    uncalibrated: tuple[str, ...] = ()
 
 
 def peak_of(accelerator: Accelerator, dtype: str) -> float:
@@ -98,7 +103,30 @@ def basis_of(
         dtype=maths.dtype,
         price_per_s=sum(priced) if chips and all(priced) else None,
         egress_per_step=egress_per_step,
+        unused=_unused(machine, chips) if machine is not None else {},
+        uncalibrated=_uncalibrated(plan, model, chips),
     )
+
+
+def _unused(machine: Machine, chips: Sequence[Accelerator]) -> dict[str, int]:
+    left: Counter[str] = Counter()
+    for node in machine.nodes:
+        left[node.accelerator] += node.chips[1] - node.chips[0]
+    left.subtract(c.name for c in chips)
+    return {name: n for name, n in left.items() if n > 0}
+
+
+def _uncalibrated(plan: Plan, model: Model | None, chips: Sequence[Accelerator]) -> tuple[str, ...]:
+    """Types without a calibration that run a block nobody measured on them."""
+    timed = {(t.block, t.accelerator) for t in model.times} if model is not None else set()
+    found = []
+    for name in dict.fromkeys(c.name for c in chips if not c.calibrated):
+        stages = {c.stage for c in plan.placement.cells if c.accelerator == name}
+        spans = [s.blocks for s in plan.placement.segments if s.cell in stages]
+        blocks = [b for first, last in spans for b in (model.blocks[first:last] if model else ())]
+        if not blocks or any((b.name, name) not in timed for b in blocks):
+            found.append(name)
+    return tuple(found)
 
 
 def _flops_of(

@@ -77,7 +77,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         schema: name and version of the document. version: of hetlab. plan, plan_hash: of the plan.
-        spec_hash: of cluster, model and job. seed: of the run. exact, reason: see Plan.
+        spec_hash: of cluster, model and job. seed: of the run.
+        exact: True when the plan computes the same update as one chip with the whole batch would
+            (up to rounding); it says nothing about how exact the predicted times are.
+        reason: how the update differs when it is not exact, or "".
         assumptions: what was assumed on the way, in words.
     """
 
@@ -98,12 +101,21 @@ class PlanDocument(Header, frozen=True, kw_only=True):
     Args:
         num_chips: that hold a rank. dtype, peak_flops_per_s: [FLOP/s] what MFU is relative to, None
             where the chips are not known.
+        schedule: order of the passes, "" when the plan spells its programs out. microbatch:
+            [sequences] of one pass. zero: ZeRO stage (0 or 1).
+        unused: accelerator type -> chips of the cluster without a rank. uncalibrated: types in use
+            whose times are estimates because no run was used to calibrate them.
         metrics: predicted. stages: the placement. search: None when nothing was searched.
     """
 
     num_chips: int
     dtype: str
     peak_flops_per_s: float | None
+    schedule: str
+    microbatch: int
+    zero: int
+    unused: dict[str, int]
+    uncalibrated: tuple[str, ...]
     metrics: Metrics
     stages: tuple[StageRow, ...]
     search: SearchFacts | None = None
@@ -198,7 +210,21 @@ def _common(
         "assumptions": tuple(dict.fromkeys((*plan.assumptions, *assumptions))),
         "num_chips": basis.num_chips, "dtype": basis.dtype,
         "peak_flops_per_s": basis.peak_flops_per_s, "metrics": metrics, "stages": stages,
+        "schedule": _schedule(plan), "microbatch": plan.mathematics.microbatch,
+        "zero": plan.mathematics.zero, "unused": basis.unused, "uncalibrated": basis.uncalibrated,
     }  # fmt: skip
+
+
+def _schedule(plan: Plan) -> str:
+    """The schedule's name with what varies it, "" without one."""
+    calls = {call.name: call.args for call in plan.lowering}
+    if "schedule" not in calls:
+        return ""
+    args = calls["schedule"]
+    name = "written out" if args.get("order") else str(args.get("name", ""))
+    if args.get("chunks", 1) > 1:
+        name += f" of {args['chunks']} chunks"
+    return name + (" with split backward" if "split_backward" in calls else "")
 
 
 def plan_document(

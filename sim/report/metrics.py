@@ -49,6 +49,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     hfu: float | None
     bubble_fraction: float
     exposed_comm_s: float
+    exposed_comm_max_s: float
+    exposed_comm_max_rank: int
     exposed_by_group: dict[str, float]
     cost_per_mtoken: float | None
     updates_per_s: float
@@ -171,7 +173,9 @@ def metrics_of(
     (0..1): see ``rates_of``. bubble_fraction: average over ranks of 1 - compute-stream busy time /
     makespan. exposed_comm_s [s]: average over ranks of the time per step in which a communication
     op ran and the compute stream was idle, or a compute op waited for a collective inside it.
-    exposed_by_group [s]: the same by role of the group ("tp", "ep", "cp", "dp" ...), "pp" for
+    exposed_comm_max_s [s], exposed_comm_max_rank: the largest of these times, which the mean hides
+    where few ranks wait, and the representative of the class that has it.
+    exposed_by_group [s]: the mean by role of the group ("tp", "ep", "cp", "dp" ...), "pp" for
     transfers between stages, "ps" for messages; instants with several count in equal parts, so the
     parts add up. cost_per_mtoken [USD per 1e6 tokens]: (price of all chips * step time + egress) /
     tokens * 1e6, or None without prices. updates_per_s [1/s]: APPLY ops per step, or 1 without any,
@@ -189,13 +193,14 @@ def metrics_of(
     pace, busy = pace_of(spans, barrier=barrier), busy_of(spans)
     rates = rates_of(pace.step_time_s, basis)
     total = float(busy.weight.sum())
-    exposed = {g: _mean(row, busy.weight) / pace.steps for g, row in busy.exposed_s.items()}
+    of_rank = dict(busy.exposed_s)
     mine = spans.where("stream", lambda s: s == "compute")
     row = np.searchsorted(busy.rank, spans.columns["rank"][mine])
     for group, inner in (inner_comm_s or {}).items():
-        seconds = sum_by(row, inner[mine], len(busy.rank))
-        exposed[group] = exposed.get(group, 0.0) + _mean(seconds, busy.weight) / pace.steps
-    exposed = {g: s for g, s in sorted(exposed.items()) if s > 0}
+        of_rank[group] = of_rank.get(group, 0.0) + sum_by(row, inner[mine], len(busy.rank))
+    exposed = {g: _mean(s, busy.weight) / pace.steps for g, s in sorted(of_rank.items())}
+    exposed = {g: s for g, s in exposed.items() if s > 0}
+    waits = sum(of_rank.values(), np.zeros(len(busy.rank))) / pace.steps
     applied = spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] >= 0)
     updates = max(1.0, float(spans.columns["weight"][applied].sum()) / pace.steps)
     mean_busy = _mean(busy.compute_s, busy.weight)
@@ -207,6 +212,8 @@ def metrics_of(
         step_time_s=pace.step_time_s, step_p50_s=pace.p50_s, step_p95_s=pace.p95_s, **rates,  # type: ignore[arg-type]
         bubble_fraction=1 - mean_busy / busy.makespan_s if total and busy.makespan_s else 0.0,
         exposed_comm_s=sum(exposed.values()),
+        exposed_comm_max_s=float(waits.max(initial=0.0)),
+        exposed_comm_max_rank=int(busy.rank[np.argmax(waits)]) if total else -1,
         exposed_by_group=exposed,
         cost_per_mtoken=cost,
         updates_per_s=updates / pace.step_time_s,

@@ -120,6 +120,8 @@ def time_unit(seconds: float) -> tuple[str, float]:
     >>> time_unit(2.0), time_unit(0.02)
     (('s', 1.0), ('ms', 1000.0))
     """
+    if seconds >= 3600:
+        return "h", 1 / 3600
     if seconds >= 1:
         return "s", 1.0
     return ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from sim.report.assumed import fold_assumptions
 from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
 from sim.report.links import LinkLoad
+from sim.report.metrics import Metrics
 from sim.report.rows import time_unit
 from sim.units import format_quantity
 
@@ -21,6 +24,22 @@ _STYLES = {"fits": "green", "at risk": "yellow", "does not fit": "bold red", "un
 LINKS_SHOWN = 8
 NARROW = 100
 """Below this many columns tables stand closer together."""
+
+
+class _Tight:
+    """What is printed, without the blanks that pad its lines."""
+
+    def __init__(self, what: RenderableType) -> None:
+        self.what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.what, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            yield from line[:-1]
+            if line:
+                yield Segment(line[-1].text.rstrip(), line[-1].style)
+            yield Segment.line()
 
 
 def seconds(value: float) -> str:
@@ -37,6 +56,9 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
         peak = format_quantity(document.peak_flops_per_s, "FLOP/s", 3)
         basis = f"{peak} (dense {document.dtype}, {document.num_chips} chips)"
     found = [] if document.exact else [("inexact", document.reason)]
+    if document.uncalibrated:
+        names = ", ".join(document.uncalibrated)
+        found.append(("uncalibrated", f"no run was used to calibrate {names}: times are estimates"))
     found.append(("step time", seconds(m.step_time_s)))
     if m.step_p95_s > 1.001 * m.step_p50_s:
         spread = f"{seconds(m.step_p50_s)} median, {seconds(m.step_p95_s)} 95th percentile"
@@ -53,9 +75,28 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
             ]
         ),
         ("bubble", f"{_percent(m.bubble_fraction)} of compute time is idle"),
-        ("exposed comm.", f"{seconds(m.exposed_comm_s)} per step" + _by_group(m.exposed_by_group)),
+        *_exposed(m),
         ("cost", _cost(m.cost_per_mtoken)),
+        ("settings", _settings(document)),
+        *([("not used", _counts(document.unused))] if document.unused else []),
     ]
+
+
+def _exposed(m: Metrics) -> list[tuple[str, str]]:
+    """Mean and largest: of few ranks that wait on the critical path a mean shows little."""
+    mean = f"{seconds(m.exposed_comm_s)} a step, mean over chips" + _by_group(m.exposed_by_group)
+    most = f"at most {seconds(m.exposed_comm_max_s)}, on rank {m.exposed_comm_max_rank}"
+    uneven = m.exposed_comm_max_s > 1.001 * m.exposed_comm_s
+    return [("exposed comm.", mean), *([("", most)] if uneven else [])]
+
+
+def _settings(document: PlanDocument) -> str:
+    schedule = f"schedule {document.schedule}, " if document.schedule else ""
+    return f"{schedule}microbatch {document.microbatch}, ZeRO {document.zero}"
+
+
+def _counts(chips: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in chips.items())
 
 
 def _number(value: float) -> str:
@@ -81,8 +122,7 @@ def _cost(per_mtoken: float | None) -> str:
 def print_plan(console: Console, document: PlanDocument) -> None:
     """Print headline, stages, search and assumptions."""
     _print_head(console, document)
-    console.print(_stages(document.stages, console.width))
-    console.print()
+    _print_stages(console, document)
     if document.search is not None:
         s = document.search
         console.print(
@@ -95,14 +135,13 @@ def print_plan(console: Console, document: PlanDocument) -> None:
 def print_simulation(console: Console, document: SimulateDocument) -> None:
     """Print headline, stages, busiest links, engine facts and assumptions."""
     _print_head(console, document)
-    console.print(_stages(document.stages, console.width))
-    console.print()
+    _print_stages(console, document)
     if document.per_link:
-        console.print(_links(document.per_link, console.width))
+        console.print(_Tight(_links(document.per_link, console.width)))
         console.print()
-    classes = f"{document.num_ranks} ranks"
+    classes = f"{document.num_ranks} rank{'s' * (document.num_ranks != 1)}"
     if document.folded:
-        classes += f" as {document.num_classes} classes"
+        classes += f" as {document.num_classes} class{'es' * (document.num_classes != 1)}"
     console.print(
         f"simulated: {document.steps} step{'s' * (document.steps != 1)}, {classes}, "
         f"{document.events:,} events, {seconds(document.cpu_s)} of processor time"
@@ -116,7 +155,16 @@ def _print_head(console: Console, document: PlanDocument) -> None:
     table = _grid()
     for name, text in headline(document):
         table.add_row(name, text)
-    console.print(table)
+    console.print(_Tight(table))
+    console.print()
+
+
+def _print_stages(console: Console, document: PlanDocument) -> None:
+    console.print(_Tight(_stages(document.stages, console.width)))
+    legend = "dp: replicas; tp: chips that split a layer; m: microbatches per replica"
+    if re.search(r"(?<!dp )\b\d+ x tp\d", document.plan):
+        legend += "\nN x tpT in the plan's name: N stages of T chips each"
+    console.print(_Tight(Text(legend, style="dim")))
     console.print()
 
 
@@ -127,7 +175,7 @@ def _print_tail(console: Console, document: PlanDocument) -> None:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         for text in assumed:
             table.add_row("  -", Text(text))
-        console.print(table)
+        console.print(_Tight(table))
     console.print(
         Text(
             f"plan {document.plan_hash}, spec {document.spec_hash or 'none'}, "
@@ -166,7 +214,7 @@ def _stages(stages: tuple[StageRow, ...], width: int) -> Table:
         ("stage", "left"), ("layers", "right"),
         ("accel-\nerator" if narrow else "accelerator", "left"),
         ("chips", "right"), ("dp", "right"), ("tp", "right"),
-        ("mb" if narrow else "micro-\nbatches", "right"), ("recompute", "left"),
+        ("m", "right"), ("recompute", "left"),
         ("peak\nmemory", "right"), ("verdict", "left"),
     ]  # fmt: skip
     if with_cp:

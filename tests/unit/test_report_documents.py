@@ -18,13 +18,14 @@ from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan
 from sim.problem import Problem
-from sim.report.document import SearchFacts, stages_of
+from sim.report.document import SearchFacts, plan_document, stages_of
 from sim.report.links import link_use
 from sim.report.report import Report, report_of
 from sim.report.table import print_plan, print_simulation
 
 METRICS = {
     "step_time_s", "tokens_per_s", "tgs", "mfu", "hfu", "bubble_fraction", "exposed_comm_s",
+    "exposed_comm_max_s", "exposed_comm_max_rank",
     "cost_per_mtoken",
 }  # fmt: skip
 
@@ -202,7 +203,9 @@ def test_formula_priced_bytes_count_on_the_links_they_cross() -> None:
 def printed(show, document, width: int = 110) -> str:
     console = Console(file=StringIO(), width=width, no_color=True)
     show(console, document)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    lines = console.file.getvalue().splitlines()
+    assert [x for x in lines if x != x.rstrip()] == []
+    return "\n".join(lines)
 
 
 def test_golden_table_of_a_plan() -> None:
@@ -237,6 +240,44 @@ def test_an_inexact_plan_says_so_first() -> None:
     assert lines[1].split() == ["inexact", "stale", "by", "1"]
 
 
+def test_the_answer_names_settings_idle_chips_and_uncalibrated_types() -> None:
+    idle = msgspec.structs.replace(machine().nodes[1], index=2, chips=(6, 9))
+    larger = msgspec.structs.replace(machine(), nodes=(*machine().nodes, idle))
+    problem = msgspec.structs.replace(reported().problem, machine=larger)
+    document = report_of(simulated(), problem, memory={}).plan_document()
+    assert document.unused == {"T4": 3}
+    assert document.uncalibrated == ("V100", "T4")
+    lines = printed(print_plan, document).splitlines()
+    assert lines[1].startswith("uncalibrated   no run was used to calibrate V100, T4")
+    assert "not used       3 T4" in lines
+    assert "settings       schedule 1f1b, microbatch 1, ZeRO 0" in lines
+    known = {
+        n: msgspec.structs.replace(a, calibrated=True) for n, a in machine().accelerators.items()
+    }
+    sure = msgspec.structs.replace(
+        problem, machine=msgspec.structs.replace(machine(), accelerators=known)
+    )
+    document = report_of(simulated(), sure, memory={}).plan_document()
+    assert (document.unused, document.uncalibrated) == ({}, ())
+    assert "uncalibrated" not in printed(print_plan, document)
+
+
+def test_the_schedule_is_named_with_what_varies_it() -> None:
+    def named(*args: object) -> str:
+        varied = msgspec.structs.replace(plan(), lowering=standard_calls(*args))  # type: ignore[arg-type]
+        return plan_document(varied, reported().basis, reported().metrics).schedule
+
+    assert named("interleaved", 2, False, False, (), ()) == "interleaved of 2 chunks"
+    assert named("1f1b", 1, True, False, (), ()) == "1f1b with split backward"
+
+
+def test_long_times_are_in_hours() -> None:
+    base = reported().plan_document()
+    slow = msgspec.structs.replace(base.metrics, step_time_s=5400.0)
+    text = printed(print_plan, msgspec.structs.replace(base, metrics=slow))
+    assert "step time      1.5 h" in text
+
+
 def test_nothing_is_cut_off_at_80_columns() -> None:
     base = reported().plan_document()
     cell = msgspec.structs.replace(
@@ -255,19 +296,23 @@ def test_nothing_is_cut_off_at_80_columns() -> None:
 
 GOLDEN_PLAN = """
 mixed
+uncalibrated   no run was used to calibrate V100, T4: times are estimates
 step time      20.5 s
 throughput     3.902 tokens/s, 0.6504 per chip
 MFU            73.2 % of 3.2 MFLOP/s (dense fp16, 6 chips)
 HFU            90.2 % with recomputation counted
 bubble         26.0 % of compute time is idle
-exposed comm.  1.833 s per step: dp 1 s, pp 833.3 ms
+exposed comm.  1.833 s a step, mean over chips: dp 1 s, pp 833.3 ms
+               at most 2.5 s, on rank 4
 cost           3269 USD per million tokens
+settings       schedule 1f1b, microbatch 1, ZeRO 0
 
-                                                  micro-                   peak
-stage   layers   accelerator   chips   dp   tp   batches   recompute     memory   verdict
-───────────────────────────────────────────────────────────────────────────────────────────────
-0            4   V100              4    2    2         4   full        11.2 GiB   fits, 75 %
-1            1   T4                2    2    1         4   none        14.1 GiB   at risk, 94 %
+                                                                     peak
+stage   layers   accelerator   chips   dp   tp   m   recompute     memory   verdict
+─────────────────────────────────────────────────────────────────────────────────────────
+0            4   V100              4    2    2   4   full        11.2 GiB   fits, 75 %
+1            1   T4                2    2    1   4   none        14.1 GiB   at risk, 94 %
+dp: replicas; tp: chips that split a layer; m: microbatches per replica
 
 search: 1,200 candidates, 1,160 pruned, 40 evaluated in 1.5 s
 assumed:

@@ -76,6 +76,8 @@ def test_exposed_communication_by_hand() -> None:
     metrics = metrics_of(spans, BASIS)
     assert metrics.bubble_fraction == pytest.approx(0.4)
     assert metrics.exposed_comm_s == pytest.approx(1.25)
+    assert metrics.exposed_comm_max_s == pytest.approx(1.5)
+    assert metrics.exposed_comm_max_rank == 0
 
 
 def test_averages_weigh_classes_by_their_members() -> None:
@@ -97,6 +99,7 @@ def test_communication_inside_compute_ops_counts_as_exposed() -> None:
     found = metrics_of(spans, BASIS, inner_comm_s={"tp": inner, "ep": 2 * inner})
     assert found.exposed_comm_s == pytest.approx(1.5)
     assert found.exposed_by_group == pytest.approx({"tp": 0.5, "ep": 1.0})
+    assert found.exposed_comm_max_s == pytest.approx(1.5)
     assert found.bubble_fraction == metrics_of(spans, BASIS).bubble_fraction
 
 
