@@ -22,7 +22,7 @@ help:
 
 # Install and run times apart; the exit code is the command's own.
 demo:
-	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.core || exit 1; \
+	@start=$$(date +%s); $(MAKE) --silent --no-print-directory $(VENV)/.core || exit 1; \
 	 installed=$$(date +%s); echo "install: $$((installed - start)) s"; \
 	 $(VENV)/bin/hetlab demo $(if $(CLUSTER),--cluster "$(CLUSTER)") || exit $$?; \
 	 echo "run: $$(($$(date +%s) - installed)) s"
