@@ -13,6 +13,7 @@ Text form (in this order)::
 from __future__ import annotations
 
 import re
+from math import isfinite, nan
 
 import msgspec
 
@@ -111,7 +112,11 @@ def _split_kind(text: str, whole: str) -> tuple[int, str, int]:
             expected="one of " + " ".join(sorted(KINDS)),
         )
     tail = rest[len(best) :]
-    return int(stage) if stage else -1, best, int(tail) if tail else -1
+    return (
+        _number("stage", stage) if stage else -1,
+        best,
+        _number("microbatch", tail) if tail else -1,
+    )
 
 
 _TOKEN = re.compile(
@@ -123,6 +128,7 @@ _ARROW = re.compile(r"\s*<-\s*")
 _REF = re.compile(
     r"\s*(?:\^(?P<carried>\d+)\s*)?(?P<name>\d*[A-Z][A-Z0-9_]*(?:\.\d+)?(?:\[[^\]\s]+\])?)(?:\s*@\s*(?P<d>\d+))?"
 )
+MAX_DIGITS = 9
 _INTS = {"channel"}
 _TEXTS = {"amount", "stream", "saves", "recompute", "reads", "writes"}
 
@@ -145,7 +151,7 @@ def parse_op(text: str, pos: int = 0) -> tuple[Op, int]:
     fields: dict[str, object] = {"stage": stage, "kind": kind_name, "mb": mb}
     for key in ("carried", "part", "peer"):
         if match[key] is not None:
-            fields[key] = int(match[key])
+            fields[key] = _number(key, match[key])
     for key in ("label", "group"):
         if match[key] is not None:
             fields[key] = match[key]
@@ -154,7 +160,7 @@ def parse_op(text: str, pos: int = 0) -> tuple[Op, int]:
     pos = match.end()
     arrow = _ARROW.match(text, pos)
     if arrow is not None:
-        deps, pos = _parse_deps(text, arrow.end(), int(match["carried"] or 0))
+        deps, pos = _parse_deps(text, arrow.end(), _number("carried", match["carried"] or "0"))
         fields["deps"] = deps
     return msgspec.convert(fields, Op), pos
 
@@ -164,15 +170,15 @@ def _parse_attrs(text: str) -> dict[str, object]:
     for item in text.split(","):
         key, _, value = item.strip().partition("=")
         if key in _INTS:
-            fields[key] = int(value)
+            fields[key] = _number(key, value)
         elif key == "priority":
-            fields[key] = float(value)
+            fields[key] = _priority(value)
         elif key in _TEXTS:
             fields[key] = value
         elif key == "ref":
             table, _, rest = value.partition("/")
             name, _, lag = rest.partition("@")
-            fields[key] = {"table": table, "key": name, "lag": int(lag or 0)}
+            fields[key] = {"table": table, "key": name, "lag": _number("ref", lag or "0")}
         else:
             raise PlanError(
                 "unknown op attribute",
@@ -180,6 +186,27 @@ def _parse_attrs(text: str) -> dict[str, object]:
                 expected=" ".join(sorted(_INTS | _TEXTS | {"priority", "ref"})),
             )
     return fields
+
+
+def _number(key: str, text: str) -> int:
+    """A small whole number, as an attribute or part of a name."""
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        raise PlanError(
+            "not a small whole number", key=key, found=text[:40], expected="0 to 999999999"
+        )
+    return int(text)
+
+
+def _priority(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise PlanError(
+            "not a finite priority", key="priority", found=text[:40], expected="a number"
+        )
+    return value
 
 
 def _parse_deps(text: str, pos: int, carried: int) -> tuple[tuple[Dep, ...], int]:
@@ -193,8 +220,8 @@ def _parse_deps(text: str, pos: int, carried: int) -> tuple[tuple[Dep, ...], int
             raise PlanError(
                 "not a dependency", found=repr(text[pos : pos + 30].strip()), expected="X or X@1"
             )
-        shift = int(match["carried"]) - carried if match["carried"] else 0
-        deps.append(Dep(match["name"], int(match["d"] or 0) + shift))
+        shift = _number("carried", match["carried"]) - carried if match["carried"] else 0
+        deps.append(Dep(match["name"], _number("distance", match["d"] or "0") + shift))
         pos = match.end()
         comma = re.match(r"\s*,", text[pos:])
         if comma is None:

@@ -29,7 +29,7 @@ __all__ = [
 Recompute = Literal["none", "selective", "full"]
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ranks that run one pipeline position of one replica.
 
     Args:
@@ -49,7 +49,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     offload: str = ""
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A set of blocks that is scheduled as one.
 
     Args:
@@ -64,7 +64,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[int, int] = (0, 0)
 
 
-class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Edges of the model that cross from one virtual stage to another.
 
     Args:
@@ -79,7 +79,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     gradient: bool = True
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where everything sits.
 
     Args:

@@ -15,7 +15,7 @@ FORMAT = 1
 """Version of the plan file."""
 
 
-class Amount(msgspec.Struct, frozen=True):
+class Amount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an op does, per microbatch and before any splitting over ranks.
 
     Args:
@@ -27,7 +27,7 @@ class Amount(msgspec.Struct, frozen=True):
     tokens: float = 0.0
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One step of the lowering: the generator first, then passes, in order."""
 
     name: str
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, frozen=True):
     args: dict[str, Any] = {}
 
 
-class Mathematics(msgspec.Struct, frozen=True, kw_only=True):
+class Mathematics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What fixes the result of a step.
 
     Args:
@@ -54,7 +54,7 @@ class Mathematics(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True):
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Late amounts.
 
     Args:
@@ -78,14 +78,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     initial: dict[str, Any] = {}
 
 
-class ProgramText(msgspec.Struct, frozen=True):
+class ProgramText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An explicit program of some ranks, in the text form of sim.plan.program."""
 
     ranks: tuple[int, ...]
     text: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A complete plan; two executors run it.
 
     Args:

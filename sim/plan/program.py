@@ -16,12 +16,16 @@ from collections.abc import Iterator
 import msgspec
 
 from sim.errors import PlanError
-from sim.plan.op import Op, format_op, parse_op
+from sim.plan.op import MAX_DIGITS, Op, format_op, parse_op
 
 __all__ = ["STEPS", "Block", "Program", "format_program", "parse_program", "walk"]
 
 STEPS = 0
 """Repeat count that stands for "as many steps as the run asks for"."""
+
+
+MAX_DEPTH = 16
+"""Deepest nesting of blocks."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,18 +94,24 @@ def _skip(text: str, pos: int) -> int:
     return match.end() if match else pos
 
 
-def _parse_block(text: str, pos: int) -> tuple[Block, int]:
+def _parse_block(text: str, pos: int, depth: int = 0) -> tuple[Block, int]:
     match = _OPEN.match(text, pos)
     if match is None:
         raise PlanError(
             "not a block", found=repr(text[pos : pos + 30]), expected="once{, repeat(n){, on(KIND){"
         )
     form, argument = match.group(1), match.group(2)
+    if depth > MAX_DEPTH:
+        raise PlanError(
+            "blocks are nested too deeply", found=str(depth), expected=f"at most {MAX_DEPTH}"
+        )
     items: list[Op | Block] = []
     pos = _skip(text, match.end())
     while pos < len(text) and text[pos] != "}":
         item: Op | Block
-        item, pos = _parse_block(text, pos) if _OPEN.match(text, pos) else parse_op(text, pos)
+        item, pos = (
+            _parse_block(text, pos, depth + 1) if _OPEN.match(text, pos) else parse_op(text, pos)
+        )
         items.append(item)
         pos = _skip(text, pos)
     if pos >= len(text):
@@ -111,6 +121,10 @@ def _parse_block(text: str, pos: int) -> tuple[Block, int]:
         if argument is None or not (argument == "steps" or argument.isdigit()):
             raise PlanError(
                 "repeat needs a count", found=str(argument), expected="repeat(3) or repeat(steps)"
+            )
+        if len(argument) > MAX_DIGITS:
+            raise PlanError(
+                "repeat count is too large", found=argument[:40], expected=f"{MAX_DIGITS} digits"
             )
         count = STEPS if argument == "steps" else int(argument)
         if argument != "steps" and count < 1:

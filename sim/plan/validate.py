@@ -11,12 +11,12 @@ from sim.plan.fold import fold_plan, relations
 from sim.plan.gradients import prove_updates
 from sim.plan.graph import build_graph
 from sim.plan.kinds import KINDS
-from sim.plan.lower import amounts_of
 from sim.plan.op import Op
 from sim.plan.order import find_cycle
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
 from sim.plan.program import Program, walk
+from sim.plan.structure import check_belongs, check_structure
 from sim.plan.tables import resolve_tables
 from sim.plan.wiring import Wiring, wire
 from sim.problem import Problem, problem_from_documents
@@ -43,12 +43,11 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
         PlanError: the first rule that is broken, with the rank and the op.
         InputError: the problem the plan carries is broken.
     """
-    _exactness(plan)
-    _placement(plan)
+    check_structure(plan)
     if problem is None and plan.problem:
         problem = problem_from_documents(plan.problem)
     if problem is not None:
-        _belongs(plan, problem)
+        check_belongs(plan, problem)
     programs, wiring = expand(plan), wire(plan.placement)
     _ranks(plan, programs)
     for program in programs:
@@ -61,6 +60,7 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
         microbatches = plan.placement.microbatches
         _passes(rank, ops, wiring, microbatches[cell.replica] if microbatches else 1)
         _updates(rank, ops, wiring)
+        _transfers(plan, rank, ops, wiring)
     graph = build_graph(programs, wiring, 2, _classes(plan, programs, wiring), plan.buffers)
     cycle = find_cycle(graph)
     if cycle:
@@ -74,114 +74,12 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
     prove_updates(graph, wiring)
 
 
-def _belongs(plan: Plan, problem: Problem) -> None:
-    """The plan is for this problem: every block is placed, amounts are the model's."""
-    if plan.problem_hash and plan.problem_hash != problem.hash:
-        raise PlanError(
-            "the plan was made for another problem than the one it carries",
-            key="problem_hash",
-            found=plan.problem_hash,
-            expected=problem.hash,
-        )
-    segments = plan.placement.segments
-    placed = max((s.blocks[1] for s in segments), default=0)
-    if placed and placed != len(problem.model.blocks):
-        raise PlanError(
-            "every block of the model is placed once",
-            key="placement.segments",
-            found=f"{placed} of {len(problem.model.blocks)} blocks",
-            expected=f"segments up to block {len(problem.model.blocks) - 1}",
-        )
-    if placed:
-        wanted = amounts_of(problem, plan.placement, plan.mathematics.microbatch)
-        for key, amount in plan.amounts.items():
-            if key in wanted and amount != wanted[key]:
-                raise PlanError(
-                    "an amount is not the model's",
-                    key=f"amounts.{key}",
-                    found=str(amount),
-                    expected=str(wanted[key]),
-                )
-
-
 def _classes(plan: Plan, programs: tuple[Program, ...], wiring: Wiring) -> list[int] | None:
     """Fold equal ranks, unless ranks of one class talk to each other: a circle would be hidden."""
     classes = fold_plan(plan, programs, wiring, resolve_tables(plan.tables, 2))
     flats = [flatten(p).talkers for p in programs]
     pairs, _ = relations(wiring, flats, [p.ranks for p in programs])
     return None if any(classes[a] == classes[b] for _, a, b in pairs) else classes
-
-
-def _exactness(plan: Plan) -> None:
-    if not plan.exact and not plan.reason:
-        raise PlanError("an inexact plan must say why", key="reason", expected="a reason")
-    if plan.exact and plan.reason:
-        raise PlanError(
-            "an exact plan has no reason to be inexact", key="reason", found=plan.reason
-        )
-    if plan.buffers < 0:
-        raise PlanError(
-            "buffers cannot be negative", key="buffers", found=str(plan.buffers), expected=">= 0"
-        )
-
-
-def _placement(plan: Plan) -> None:
-    placement = plan.placement
-    ranks = [r for c in placement.cells for r in c.ranks] + list(placement.extra_ranks)
-    if sorted(ranks) != list(range(len(ranks))):
-        raise PlanError(
-            "every rank belongs to exactly one cell",
-            key="placement.cells",
-            found=f"{len(ranks)} entries",
-            expected=f"ranks 0 to {len(set(ranks)) - 1}, each once",
-        )
-    for cell in placement.cells:
-        if cell.tp * cell.cp != len(cell.ranks):
-            raise PlanError(
-                f"cell ({cell.stage}, {cell.replica}): tp x cp must be its number of ranks",
-                key="placement.cells",
-                found=f"{cell.tp} x {cell.cp} for {len(cell.ranks)} ranks",
-                expected=str(len(cell.ranks)),
-            )
-    shape = Counter(c.stage for c in placement.cells)
-    if len(set(shape.values())) > 1:
-        raise PlanError(
-            "all replicas have the same stages", key="placement.cells", found=str(dict(shape))
-        )
-    if placement.microbatches and len(placement.microbatches) != placement.num_replicas:
-        raise PlanError(
-            "one number of microbatches per replica",
-            key="placement.microbatches",
-            found=str(len(placement.microbatches)),
-            expected=str(placement.num_replicas),
-        )
-    if placement.chips and (
-        len(placement.chips) != len(ranks) or len(set(placement.chips)) != len(ranks)
-    ):
-        raise PlanError(
-            "one chip per rank, each used once",
-            key="placement.chips",
-            found=f"{len(placement.chips)} chips",
-            expected=f"{len(ranks)}",
-        )
-    _blocks_once(plan)
-
-
-def _blocks_once(plan: Plan) -> None:
-    """Segments of blocks form a partition: no layer is dropped or placed twice."""
-    spans = sorted(s.blocks for s in plan.placement.segments if s.blocks != (0, 0))
-    if not spans:
-        return
-    expected = 0
-    for first, last in spans:
-        if first != expected or last <= first:
-            raise PlanError(
-                "every block is placed once",
-                key="placement.segments",
-                found=f"blocks {first} to {last - 1}",
-                expected=f"a segment that starts at block {expected}",
-            )
-        expected = last
 
 
 def _ranks(plan: Plan, programs: tuple[Program, ...]) -> None:
@@ -327,6 +225,32 @@ def _updates(rank: int, ops: list[Op], wiring: Wiring) -> None:
                 key="programs",
                 expected=f"{stage}OPT",
             )
+
+
+def _transfers(plan: Plan, rank: int, ops: list[Op], wiring: Wiring) -> None:
+    """Every microbatch that runs crosses every boundary of the rank's stages, both ways."""
+    position = {s.stage: s.cell for s in plan.placement.segments}
+    ran: dict[int, set[int]] = defaultdict(set)
+    sent: dict[tuple[str, int, str], set[int]] = defaultdict(set)
+    for op in ops:
+        if op.kind == "F":
+            ran[wiring.stage_of(op, rank)].add(op.mb)
+        elif op.kind.startswith(("SEND_", "RECV_")) and op.peer < 0:
+            sent[op.kind, wiring.stage_of(op, rank), op.label].add(op.mb)
+    for b in plan.placement.boundaries:
+        if position[b.src] == position[b.dst]:
+            continue
+        for stage, kinds in ((b.src, ("SEND_F", "RECV_B")), (b.dst, ("RECV_F", "SEND_B"))):
+            for kind in kinds:
+                if kind.endswith("_B") and not b.gradient:
+                    continue
+                missing = ran.get(stage, set()) - sent[kind, stage, b.name]
+                if missing:
+                    raise PlanError(
+                        f"rank {rank}: microbatch {min(missing)} of stage {stage} has no {kind}",
+                        key="programs",
+                        expected=f"one {kind} per microbatch over {b.src} -> {b.dst}",
+                    )
 
 
 def _ranges(numbers: Iterable[int]) -> str:

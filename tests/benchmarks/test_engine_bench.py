@@ -19,7 +19,6 @@ import pytest
 
 from sim.engine.execute import Execution
 from sim.engine.simulate import Layout, lay_out
-from sim.plan.io import plan_to_json
 from tests.benchmarks.reference_plan import MAKESPAN_S, reference_plan, reference_prices
 
 
@@ -65,11 +64,9 @@ def test_reference_plan(level: str, fold: bool) -> None:
         found = re.search(rf"^{level} .*cpu=\s*([\d.]+) ms", text, re.MULTILINE)
         assert found is not None
         ratio = seconds * 1e3 / float(found[1])
-        print(f"{level}: {ratio:.2f} x the specialised simulator ({found[1]} ms)")
+        whole = ratio + laid_out * 1e3 / float(found[1])
+        print(
+            f"{level}: {ratio:.2f} x the specialised simulator ({found[1]} ms), "
+            f"{whole:.2f} x with laying the plan out, which the other has wired in"
+        )
         assert ratio <= 1.5
-
-
-def test_reference_plan_file_is_small() -> None:
-    plan = reference_plan(8)
-    assert plan.placement.num_ranks == 1024
-    assert len(plan_to_json(plan)) < 200_000

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 
 from sim.cost.prices import Prices
@@ -22,10 +23,13 @@ from sim.engine.faults import (
     faulty,
 )
 from sim.engine.overlap import Overlap
-from sim.engine.simulate import Layout, Run, lay_out, run_layout
-from sim.errors import InputError
+from sim.engine.simulate import Layout, Run, lay_out, run_layout, simulate
+from sim.errors import InputError, SimulationError
+from sim.plan.lower import lower
 from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Plan, ProgramText
+from sim.plan.uniform import uniform
+from sim.problem import load_problem
 
 SECONDS: dict[str, float | StatedFlow] = {
     "F": 1.0, "B": 2.0, "SEND_F": 0.5, "SEND_B": 0.5, "OPT": 0.25,
@@ -176,3 +180,30 @@ def test_overlap_with_flows_caps_their_rate() -> None:
 
 def test_overlap_factors_of_one_change_nothing() -> None:
     assert ends(run(slow={0: (1.0, 1.0), 1: (1.0, 1.0)})) == ends(run())
+
+
+@pytest.mark.parametrize(
+    ("buffers", "third", "fourth"), [(1, 11.5, 21.5), (2, 3.0, 11.5), (3, 3.0, 4.0)]
+)
+def test_a_buffer_is_held_until_its_consumer_starts(
+    buffers: int, third: float, fourth: float
+) -> None:
+    # Forwards of stage 0 take 1 s, of stage 1 10 s: 1F0 starts at 1.5, 1F1 at 13.5, 1F2 at 25.5.
+    plan = msgspec.structs.replace(pipeline(4), buffers=buffers)
+    found = run(seconds=SECONDS | {"1F": 10.0}, plan=plan)
+    graph = found.layout.graph
+    start = {op.name: float(found.outcome.start[n]) for n, op in enumerate(graph.ops)}
+    assert (start["0SEND_F2"], start["0SEND_F3"]) == (third, fourth)
+
+
+def test_simulate_applies_overlap_and_faults() -> None:
+    problem = load_problem(
+        "a100x64", "llama2_7b", {"global_batch": 16, "sequence_length": 512, "dtype": "bf16"}
+    )
+    plan = lower(problem, uniform(problem.model, 16, range(16), pp=2, tp=1))
+    plain = simulate(plan, problem, overlap=False).makespan
+    assert simulate(plan, problem).makespan > plain
+    slow = simulate(plan, problem, overlap=False, faults=(Straggler(ranks=(3,), factor=2.0),))
+    assert slow.makespan > 1.3 * plain
+    with pytest.raises(SimulationError, match=r"lost rank 5 at 0\.1 s"):
+        simulate(plan, problem, faults=(ChipLoss(rank=5, at=0.1),))

@@ -1,0 +1,242 @@
+"""What must hold of a plan before its programs are looked at: sizes, grid, blocks, its problem."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sim.errors import PlanError
+from sim.plan.lower import amounts_of, boundaries_of
+from sim.plan.plan import Plan
+from sim.plan.schedules import SCHEDULES
+from sim.problem import Problem
+
+__all__ = ["check_belongs", "check_structure"]
+
+MAX_RANKS = 1_000_000
+MAX_MICROBATCHES = 100_000
+"""Largest sizes that are laid out: a plan file must not be able to exhaust memory."""
+
+
+def check_structure(plan: Plan) -> None:
+    """Check exactness, sizes, the grid of cells, segments, boundaries and lowering arguments.
+
+    Raises:
+        PlanError: the first thing that is wrong.
+    """
+    _exactness(plan)
+    _sizes(plan)
+    _grid(plan)
+    _segments(plan)
+    _lowering(plan)
+
+
+def check_belongs(plan: Plan, problem: Problem) -> None:
+    """Check that a plan is for a problem: all of its model, its batch, its chips, its amounts.
+
+    Raises:
+        PlanError: the first thing that differs.
+    """
+    job, math, placement = problem.job, plan.mathematics, plan.placement
+    _same("problem_hash", plan.problem_hash or problem.hash, problem.hash)
+    for name in ("global_batch", "sequence_length", "dtype", "reduction_dtype", "optimizer"):
+        _same(f"mathematics.{name}", getattr(math, name), getattr(job, name))
+    if placement.microbatches:
+        total = sum(placement.microbatches) * math.microbatch
+        _same("placement.microbatches", f"{total} sequences", f"{job.global_batch} sequences")
+    _chips(plan, problem)
+    segments = placement.segments
+    placed = max((s.blocks[1] for s in segments), default=0)
+    if not placed:
+        return
+    _same("placement.segments", f"{placed} blocks", f"{len(problem.model.blocks)} blocks")
+    _same("placement.boundaries", placement.boundaries, boundaries_of(problem.model, segments))
+    for key, amount in amounts_of(problem, placement, math.microbatch).items():
+        if key in plan.amounts:
+            _same(f"amounts.{key}", plan.amounts[key], amount)
+
+
+def _same(key: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise PlanError(
+            "the plan does not belong to its problem", key=key, found=str(found),
+            expected=str(expected),
+        )  # fmt: skip
+
+
+def _chips(plan: Plan, problem: Problem) -> None:
+    machine, placement = problem.machine, plan.placement
+    chips: Sequence[int] = placement.chips or range(placement.num_ranks)
+    if max(chips, default=-1) >= machine.num_chips:
+        raise PlanError(
+            "the plan uses a chip the machine lacks", key="placement.chips",
+            found=str(max(chips)), expected=f"0 to {machine.num_chips - 1}",
+        )  # fmt: skip
+    types = [n.accelerator for n in machine.nodes for _ in range(*n.chips)]
+    for cell in placement.cells:
+        have = {types[chips[r]] for r in cell.ranks}
+        if have != {cell.accelerator}:
+            raise PlanError(
+                f"cell ({cell.stage}, {cell.replica}) sits on other accelerators than it names",
+                key="placement.cells", found=", ".join(sorted(have)),
+                expected=cell.accelerator or "the name of its accelerator",
+            )  # fmt: skip
+
+
+def _exactness(plan: Plan) -> None:
+    if not plan.exact and not plan.reason:
+        raise PlanError("an inexact plan must say why", key="reason", expected="a reason")
+    if plan.exact and plan.reason:
+        raise PlanError(
+            "an exact plan has no reason to be inexact", key="reason", found=plan.reason
+        )
+
+
+def _sizes(plan: Plan) -> None:
+    """Every number is in its range."""
+    math, placement = plan.mathematics, plan.placement
+    if plan.buffers < 0:
+        raise PlanError(
+            "buffers cannot be negative", key="buffers", found=str(plan.buffers), expected=">= 0"
+        )
+    positive = {
+        "mathematics.global_batch": math.global_batch,
+        "mathematics.sequence_length": math.sequence_length,
+        "mathematics.microbatch": math.microbatch,
+        "placement.ep": placement.ep,
+    }
+    positive |= {f"cells[{i}].tp": c.tp for i, c in enumerate(placement.cells)}
+    positive |= {f"cells[{i}].cp": c.cp for i, c in enumerate(placement.cells)}
+    positive |= {f"placement.microbatches[{r}]": m for r, m in enumerate(placement.microbatches)}
+    for key, value in positive.items():
+        if value < 1:
+            raise PlanError("a size must be positive", key=key, found=str(value), expected=">= 1")
+    if math.zero not in (0, 1):
+        raise PlanError(
+            "unknown ZeRO stage", key="mathematics.zero", found=str(math.zero), expected="0 or 1"
+        )
+    most = max(placement.microbatches, default=0)
+    if most > MAX_MICROBATCHES or placement.num_ranks > MAX_RANKS:
+        raise PlanError(
+            "the plan is too large",
+            key="placement",
+            found=f"{placement.num_ranks} ranks, {most} microbatches",
+            expected=f"at most {MAX_RANKS} ranks and {MAX_MICROBATCHES} microbatches",
+        )
+    if min(placement.chips, default=0) < 0:
+        raise PlanError(
+            "a chip index is negative", key="placement.chips", found=str(min(placement.chips))
+        )
+
+
+def _grid(plan: Plan) -> None:
+    """Every (stage, replica) has one cell, every rank one cell, every cell tp x cp ranks."""
+    placement = plan.placement
+    ranks = [r for c in placement.cells for r in c.ranks] + list(placement.extra_ranks)
+    if not ranks:
+        raise PlanError("a plan needs at least one rank", key="placement.cells", found="none")
+    if sorted(ranks) != list(range(len(ranks))):
+        raise PlanError(
+            "every rank belongs to exactly one cell", key="placement.cells",
+            found=f"{len(ranks)} entries", expected=f"ranks 0 to {len(set(ranks)) - 1}, each once",
+        )  # fmt: skip
+    for cell in placement.cells:
+        if cell.tp * cell.cp != len(cell.ranks):
+            raise PlanError(
+                f"cell ({cell.stage}, {cell.replica}): tp x cp must be its number of ranks",
+                key="placement.cells", found=f"{cell.tp} x {cell.cp} for {len(cell.ranks)} ranks",
+                expected=str(len(cell.ranks)),
+            )  # fmt: skip
+    count = Counter((c.stage, c.replica) for c in placement.cells)
+    grid = {(s, r) for s in range(placement.num_stages) for r in range(placement.num_replicas)}
+    if set(count) != grid or any(n > 1 for n in count.values()):
+        odd = sorted(grid ^ set(count)) or sorted(k for k, n in count.items() if n > 1)
+        raise PlanError(
+            "all replicas have the same stages: every (stage, replica) needs exactly one cell",
+            key="placement.cells", found=f"{count[odd[0]]} cells at {odd[0]}", expected="1",
+        )  # fmt: skip
+    if placement.microbatches and len(placement.microbatches) != placement.num_replicas:
+        raise PlanError(
+            "one number of microbatches per replica", key="placement.microbatches",
+            found=str(len(placement.microbatches)), expected=str(placement.num_replicas),
+        )  # fmt: skip
+    chips = placement.chips
+    if chips and (len(chips) != len(ranks) or len(set(chips)) != len(ranks)):
+        raise PlanError(
+            "one chip per rank, each used once", key="placement.chips",
+            found=f"{len(chips)} chips", expected=f"{len(ranks)}",
+        )  # fmt: skip
+
+
+def _segments(plan: Plan) -> None:
+    """Segments sit in the grid and partition the blocks; boundaries join their stages, forwards."""
+    placement = plan.placement
+    for s in placement.segments:
+        if not 0 <= s.cell < placement.num_stages or s.stage < 0:
+            raise PlanError(
+                "a segment sits outside the grid", key="placement.segments",
+                found=f"stage {s.stage} in cell {s.cell}",
+                expected=f"cells 0 to {placement.num_stages - 1}",
+            )  # fmt: skip
+    stages = {s.stage for s in placement.segments}
+    for b in placement.boundaries:
+        if b.src not in stages or b.dst not in stages or b.src >= b.dst:
+            raise PlanError(
+                "a boundary joins two stages, forwards", key="placement.boundaries",
+                found=f"{b.src} -> {b.dst}", expected=f"stages of {sorted(stages)}",
+            )  # fmt: skip
+    spans = sorted(s.blocks for s in placement.segments)
+    if not any(spans) or all(s == (0, 0) for s in spans):
+        return
+    expected = 0
+    for first, last in spans:
+        if first != expected or last <= first:
+            raise PlanError(
+                "every block is placed once", key="placement.segments",
+                found=f"blocks {first} to {last - 1}",
+                expected=f"a segment that starts at block {expected}",
+            )  # fmt: skip
+        expected = last
+
+
+def _lowering(plan: Plan) -> None:
+    """The generator comes first, and arguments of the built-in calls have their types."""
+    if not plan.lowering:
+        return
+    types: dict[str, type | tuple[type, ...]] = {
+        "name": str,
+        "chunks": int,
+        "order": (list, tuple),
+        "experts": (list, tuple),
+        "tied": (list, tuple),
+    }
+    for call in plan.lowering:
+        for name, value in call.args.items():
+            wanted = types.get(name)
+            if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+                raise PlanError(
+                    f"an argument of the lowering call {call.name} has the wrong type",
+                    key=f"lowering.{call.name}.{name}", found=repr(value)[:60],
+                )  # fmt: skip
+    first = plan.lowering[0]
+    if first.name in ("split_backward", "transfers", "gradients", "blocking_sends", "blocking_p2p"):
+        raise PlanError(
+            "the lowering starts with a generator",
+            key="lowering",
+            found=first.name,
+            expected="schedule",
+        )
+    chunks = first.args.get("chunks", 1)
+    if first.name == "schedule" and (chunks < 1 or chunks > MAX_MICROBATCHES):
+        raise PlanError(
+            "chunks must be positive", key="lowering.schedule.chunks", found=str(chunks)
+        )
+    if first.name == "schedule" and not first.args.get("order"):
+        name = first.args.get("name", "1f1b")
+        if name not in SCHEDULES:
+            raise PlanError(
+                "unknown schedule",
+                key="lowering",
+                found=str(name),
+                expected=" ".join(sorted(SCHEDULES)),
+            )
