@@ -34,12 +34,14 @@ logger = logging.getLogger("hetlab")
 
 def stdout_console() -> Console:
     """Return a console for results."""
-    return Console(file=sys.stdout, no_color=not read_settings().color, soft_wrap=False)
+    return Console(
+        file=sys.stdout, no_color=not read_settings().color, soft_wrap=False, emoji=False
+    )
 
 
 def stderr_console() -> Console:
     """Return a console for logs, progress and errors."""
-    return Console(file=sys.stderr, no_color=not read_settings().color)
+    return Console(file=sys.stderr, no_color=not read_settings().color, emoji=False)
 
 
 def emit(document: object, table_fn: Callable[[Console], None], as_json: bool) -> None:

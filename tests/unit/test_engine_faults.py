@@ -183,7 +183,7 @@ def test_overlap_factors_of_one_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffers", "third", "fourth"), [(1, 11.5, 21.5), (2, 3.0, 11.5), (3, 3.0, 4.0)]
+    ("buffers", "third", "fourth"), [(1, 13.5, 25.5), (2, 3.0, 13.5), (3, 3.0, 4.0)]
 )
 def test_a_buffer_is_held_until_its_consumer_starts(
     buffers: int, third: float, fourth: float
