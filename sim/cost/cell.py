@@ -229,4 +229,4 @@ def side_by_side(machine: Machine, group: Sequence[int], others: Sequence[Sequen
 
 def _nic(machine: Machine, node: int, chip: int) -> tuple[int, int]:
     at = machine.nodes[node]
-    return node, at.chip_nic[chip - at.chips[0]]
+    return node, at.nic_of(chip)

@@ -249,7 +249,7 @@ def _pattern(where: Places, order: Sequence[int]) -> tuple[Hashable, ...]:
     found: list[Hashable] = []
     for chip, after in zip(order, [*order[1:], order[0]], strict=True):
         node = where.machine.nodes[where.node[chip]]
-        nic = (node.index, node.chip_nic[chip - node.chips[0]])
+        nic = (node.index, node.nic_of(chip))
         numbers = [seen.setdefault(x, len(seen)) for x in (node.index, node.island, nic)]
         if where.node[after] == node.index:
             found.append((*numbers, node.profile, node.fabric_latency, node.fabric_rate))
@@ -275,8 +275,7 @@ def _nic_users(
         if len(set(nodes)) < 2:
             continue
         nics[g] = [
-            (n, machine.nodes[n].chip_nic[chip_of[r] - machine.nodes[n].chips[0]])
-            for n, r in zip(nodes, ranks, strict=True)
+            (n, machine.nodes[n].nic_of(chip_of[r])) for n, r in zip(nodes, ranks, strict=True)
         ]
         for role in wiring.roles[g]:
             for nic in nics[g]:

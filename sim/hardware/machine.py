@@ -137,6 +137,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     chip_links: tuple[tuple[int, int], ...] = ()
     nic_links: tuple[tuple[int, int], ...] = ()
 
+    def nic_of(self, chip: int) -> int:
+        """Affine NIC of a chip of this node (numbered in the machine), -1 without NICs."""
+        return self.chip_nic[chip - self.chips[0]] if self.chip_nic else -1
+
 
 class Path(msgspec.Struct, frozen=True):
     """How bytes go from one chip to another.

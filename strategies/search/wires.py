@@ -140,7 +140,7 @@ class Wires:
         if len({where.node[c] for cell in cells for c in cell}) < 2:
             return {}
         at = ((self.machine.nodes[where.node[c]], c) for cell in cells for c in cell)
-        return {(n.index, n.chip_nic[c - n.chips[0]]): n.nic_rate for n, c in at}
+        return {(n.index, n.nic_of(c)): n.nic_rate for n, c in at}
 
     def tied(self, first: Cells, last: Cells, nbytes: float) -> Both:
         """Time to add up a gradient that the first and the last stage share [s].

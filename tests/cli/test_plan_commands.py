@@ -122,3 +122,14 @@ def test_faults_are_typed(planned: Path) -> None:
     assert hetlab("simulate", "plan.json", "--straggler", "zero", cwd=planned).returncode == 2
     unknown = hetlab("simulate", "plan.json", "--link", "nowhere=0.5", cwd=planned)
     assert unknown.returncode == 4 and "nowhere" in unknown.stderr
+
+
+def test_a_single_node_needs_no_nic(planned: Path) -> None:
+    (planned / "nonic.yaml").write_text(
+        "name: one\nsites:\n  - name: here\n    nodes:\n      - accelerator: T4\n        chips: 2\n"
+        "        fabric: {rate: 10 GB/s, latency: 1 us}\n"
+    )
+    done = hetlab(
+        "plan", "nonic.yaml", "gpt2_355m", "job.yaml", "--top", "1", "--json", cwd=planned
+    )
+    assert done.returncode == 0, done.stderr
