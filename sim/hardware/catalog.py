@@ -12,7 +12,8 @@ import hardware_profiles
 from sim.errors import InputError
 from sim.spec.cluster import ClusterDoc, ProfilesDoc
 from sim.spec.load import read_source, validate
-from sim.spec.profiles import AcceleratorDoc, AcceleratorNumbers, LinkDoc, NodeDoc, Origin
+from sim.spec.origins import Origin
+from sim.spec.profiles import AcceleratorDoc, AcceleratorNumbers, LinkDoc, NodeDoc
 
 __all__ = ["Catalog", "DefaultsDoc", "ProfileKind", "bundled_catalog", "bundled_directory"]
 
@@ -156,12 +157,13 @@ class Catalog:
         ]
         close += [n for low, n in lowered.items() if asked and asked in low]
         close = list(dict.fromkeys(close))
+        own = "" if kind == "clusters" else f", or define it under profiles.{kind}"
         hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         return InputError(
             f"no profile {name} among the {kind}{hint}",
             key=kind,
             found=name,
-            expected="one of " + ", ".join(names),
+            expected="one of " + ", ".join(names) + own,
         )
 
 

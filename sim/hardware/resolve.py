@@ -14,15 +14,8 @@ from sim.hardware.catalog import Catalog
 from sim.hardware.host import copy_rate, host_side
 from sim.hardware.machine import Accelerator, Curve, HostSide
 from sim.spec.fields import Stated
-from sim.spec.profiles import (
-    AcceleratorNumbers,
-    LinkDoc,
-    LinkUse,
-    NicsDoc,
-    NodeNumbers,
-    Origin,
-    stated_numbers,
-)
+from sim.spec.origins import Origin, tags
+from sim.spec.profiles import AcceleratorNumbers, LinkDoc, LinkUse, NicsDoc, NodeNumbers
 
 __all__ = ["LinkSpec", "NodeSpec", "resolve_accelerator", "resolve_link", "resolve_node"]
 
@@ -166,6 +159,8 @@ def resolve_link(
                 "must be positive", key=f"{where}.{key}", found="0", expected="a rate above 0"
             )
     points = use.curve or (base.curve if base is not None else ())
+    if base is not None and points is base.curve and points:
+        guesses += ["curve"] * (tags(base)["curve"].evidence in _GUESSES)
     kinds = [d.kind for d in (use, base) if d is not None and d.kind is not None]
     duplex = [d.duplex for d in (use, base) if d is not None and d.duplex is not None]
     name = label or use.profile or where
@@ -214,7 +209,7 @@ def resolve_node(use: NodeNumbers, profile: str, catalog: Catalog, where: str) -
         guesses.append(f"node {profile} stands in for {base.stands_in_for}")
     if base is not None:
         # Guesses inside fabric and NIC references were collected with the links above.
-        own = [k for k, n in stated_numbers(base) if _evidence(n, base) in _GUESSES]
+        own = [k for k, tag in tags(base).items() if tag.evidence in _GUESSES]
         if own:
             guesses.append(f"node {profile}: assumed {', '.join(own)}")
     return NodeSpec(

@@ -1,26 +1,20 @@
 """Profile documents: accelerators, links and nodes, every number with where it comes from.
 
-A number is written bare (``memory: 80 GiB``) or with its origin (``memory: {value: 80 GiB, source:
-..., confidence: high, evidence: found}``). Bare numbers inherit the document's ``source``,
-``confidence`` and ``evidence``. Field meanings are those of sim.hardware.machine.
+How a number says that: sim.spec.origins. Field meanings are those of sim.hardware.machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from sim.errors import InputError
 from sim.spec.fields import (
     Bytes,
-    Confidence,
     Count,
     Doc,
     Dtype,
-    Evidence,
     Fraction,
     Stated,
     StatedBytes,
@@ -32,6 +26,7 @@ from sim.spec.fields import (
     StatedRate,
     StatedSeconds,
 )
+from sim.spec.origins import Origin
 
 __all__ = [
     "AcceleratorDoc",
@@ -43,32 +38,11 @@ __all__ = [
     "NicsDoc",
     "NodeDoc",
     "NodeNumbers",
-    "Origin",
     "PcieDoc",
-    "missing_sources",
-    "require_sources",
-    "stated_numbers",
 ]
 
 Duplex = Literal["full", "half"]
 LinkKind = Literal["fabric", "pcie", "nic", "uplink", "wan"]
-
-
-class Origin(Doc):
-    """Where a profile comes from.
-
-    Args:
-        source: default source of the numbers below. confidence, evidence: likewise.
-        date: when the numbers were read or measured. notes: for people.
-        stands_in_for: undisclosed part this profile is used in place of, or "".
-    """
-
-    source: str = ""
-    confidence: Confidence | None = None
-    evidence: Evidence | None = None
-    date: str = ""
-    notes: tuple[str, ...] = ()
-    stands_in_for: str = ""
 
 
 class AcceleratorNumbers(Doc):
@@ -284,41 +258,3 @@ class NodeDoc(Origin, NodeNumbers):
     name: str = Field(min_length=1)
     accelerator: str
     chips: Count = Field(ge=1)
-
-
-def stated_numbers(doc: Doc, prefix: str = "") -> Iterator[tuple[str, Stated]]:
-    """Yield (dotted key, number) for every number with an origin in a document."""
-    for name in type(doc).model_fields:
-        value = getattr(doc, name)
-        key = f"{prefix}{name}"
-        if isinstance(value, Stated):
-            yield key, value
-        elif isinstance(value, Doc):
-            yield from stated_numbers(value, key + ".")
-        elif isinstance(value, dict):
-            yield from ((f"{key}.{k}", v) for k, v in value.items() if isinstance(v, Stated))
-
-
-def missing_sources(doc: Origin) -> tuple[str, ...]:
-    """Return the keys whose number has no source or confidence of its own nor from the document."""
-    return tuple(
-        key
-        for key, number in stated_numbers(doc)
-        if not (number.source or doc.source) or not (number.confidence or doc.confidence)
-    )
-
-
-def require_sources(doc: Origin, file: str = "") -> None:
-    """Refuse a profile in which some number has no origin; bundled profiles must pass.
-
-    Raises:
-        InputError: names the first number without a source or a confidence.
-    """
-    missing = missing_sources(doc)
-    if missing:
-        raise InputError(
-            "a number without source or confidence",
-            file=file,
-            key=missing[0],
-            expected="source and confidence on the number or on the document",
-        )

@@ -6,14 +6,8 @@ from sim.errors import InputError
 from sim.spec.cluster import ClusterDoc
 from sim.spec.job import Job, JobDoc, job_from_doc
 from sim.spec.load import parse_text, validate
-from sim.spec.profiles import (
-    AcceleratorDoc,
-    LinkDoc,
-    NodeDoc,
-    missing_sources,
-    require_sources,
-    stated_numbers,
-)
+from sim.spec.origins import missing_sources, require_sources, stated_numbers, tags
+from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
 
 CHIP = """\
 name: chip
@@ -201,3 +195,29 @@ def test_impossible_jobs(line, text, expected):
     error = refused(JobDoc, f"global_batch: 512\nsequence_length: 4096\n{line}\n")
     assert text in error.message
     assert expected in error.expected
+
+
+def test_counts_and_curves_say_where_they_come_from() -> None:
+    text = """
+name: n
+source: a page
+confidence: high
+evidence: found
+accelerator: x
+chips: 16
+fabric: f
+nics: {profile: c, count: 8}
+origins: {nics.count: {source: a guess, evidence: assumed}, fabric.profile: {confidence: low}}
+"""
+    found = tags(validate(NodeDoc, parse_text(text, "n.yaml")))
+    said = {k: (t.source, t.confidence, t.evidence) for k, t in found.items()}
+    assert said == {
+        "chips": ("a page", "high", "found"),
+        "fabric.profile": ("a page", "low", "found"),
+        "nics.profile": ("a page", "high", "found"),
+        "nics.count": ("a guess", "high", "assumed"),
+    }
+    wrong = text.replace("nics.count:", "nics.number:")
+    with pytest.raises(InputError, match=r"origins names nics\.number") as caught:
+        validate(NodeDoc, parse_text(wrong, "n.yaml"))
+    assert "nics.count" in caught.value.expected
