@@ -17,6 +17,7 @@ import hardware_profiles
 from sim.errors import InputError, UsageError
 from sim.hardware.build import build_machine
 from sim.hardware.catalog import Catalog, DefaultsDoc, bundled_catalog
+from sim.hardware.check import inherit_ports, machine_problems
 from sim.hardware.machine import Machine
 from sim.model.graph import Model
 from sim.model.load import load_model_source
@@ -81,10 +82,11 @@ def load_problem(
     """
     changes = _by_document(overrides)
     sources = {
-        part: apply_overrides(_source(part, given, catalog), changes[part])
+        part: apply_overrides(_source(part, given, catalog), changes[part], part)
         for part, given in zip(_PARTS, (cluster, model, job), strict=True)
     }
     known = catalog or bundled_catalog()
+    sources["cluster"] = inherit_ports(sources["cluster"], known)
     cluster_doc = validate(ClusterDoc, sources["cluster"])
     job_doc = validate(JobDoc, sources["job"])
     job_data = job_doc.model_dump(mode="json", exclude_none=True)
@@ -93,7 +95,8 @@ def load_problem(
     try:
         machine = build_machine(cluster_doc, known)
     except InputError as error:
-        raise _located(error, sources["cluster"]) from None
+        found = machine_problems(cluster_doc, sources["cluster"], known)
+        raise (found or [error])[0] from None
     documents = {
         "format": FORMAT,
         "cluster": _with_profiles(cluster_doc, known).model_dump(
@@ -196,16 +199,6 @@ def _source(part: str, given: Input, catalog: Catalog | None) -> Source:
             return Source(doc.model_dump(mode="json", exclude_defaults=True), str(given))
         return read_source(Path(str(hardware_profiles.folder(kind) / f"{given}{suffix}")))
     return read_source(given)
-
-
-def _located(error: InputError, source: Source) -> InputError:
-    """Give an error of the machine builder the file and line of its key."""
-    if error.file:
-        return error
-    key = tuple(int(p) if p.isdigit() else p for p in error.key.split("."))
-    return InputError(
-        error.message, source.file, source.line(key), error.key, error.found, error.expected
-    )
 
 
 def _with_profiles(doc: ClusterDoc, catalog: Catalog) -> ClusterDoc:

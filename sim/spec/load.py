@@ -21,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sim.errors import InputError
 from sim.spec.fields import Doc
+from sim.spec.problems import dotted, input_errors
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -28,6 +29,7 @@ __all__ = [
     "Source",
     "parse_text",
     "parse_value",
+    "problems_of",
     "read_source",
     "validate",
 ]
@@ -35,16 +37,6 @@ __all__ = [
 MAX_FILE_BYTES = 8 * 2**20
 MAX_NODES = 500_000
 """Most values one document may expand to; stops alias bombs."""
-
-_TYPE_NAMES = {
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "dict_type": "key: value lines",
-    "model_type": "key: value lines",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-}
 
 _MAX_JSON_WITH_LINES = 65_536
 Key = tuple[str | int, ...]
@@ -56,11 +48,22 @@ class Source(msgspec.Struct, frozen=True):
 
     Args:
         data: dicts, lists and scalars. file: path or "". lines: key path -> 1-based line.
+        changes: key path -> the option that set it after reading, e.g. "--set job.microbatch=3".
     """
 
     data: Any
     file: str = ""
     lines: dict[Key, int] = {}
+    changes: dict[Key, str] = {}
+
+    def where(self, key: Key) -> tuple[str, int]:
+        """Return what to blame for a key, a file or an option, and the line (0 when unknown)."""
+        for end in range(len(key), -1, -1):
+            if key[:end] in self.changes:
+                return self.changes[key[:end]], 0
+        below = [text for k, text in self.changes.items() if k[: len(key)] == key]
+        file = f"{self.file} with {', '.join(below)}" if below else self.file
+        return file, self.line(key)
 
     def line(self, key: Key) -> int:
         """Return the line of a key, or of the nearest parent that has one; 0 when unknown."""
@@ -136,13 +139,21 @@ def validate(kind: type[D], source: Source) -> D:
     try:
         return kind.model_validate(source.data)
     except ValidationError as error:
-        problems = [_to_input_error(e, source) for e in _leaves(error.errors(include_url=False))]
-    problems.sort(key=lambda p: p.line)
+        problems = input_errors(error.errors(include_url=False), source)
     first = problems[0]
     if len(problems) > 1:
         more = f"{first.message} (and {len(problems) - 1} more)"
         first = InputError(more, first.file, first.line, first.key, first.found, first.expected)
     raise first
+
+
+def problems_of(kind: type[Doc], source: Source) -> list[InputError]:
+    """Return everything wrong with a document, in file order; [] when it is valid."""
+    try:
+        kind.model_validate(source.data)
+    except ValidationError as error:
+        return input_errors(error.errors(include_url=False), source)
+    return []
 
 
 def _parse_yaml(text: str, file: str) -> Any:
@@ -211,7 +222,7 @@ def _plain(
                     "a key that is not text",
                     file=file,
                     line=own[name][0] + 1 if name in own else 0,
-                    key=_dotted(key),
+                    key=dotted(key),
                     found=repr(name),
                     expected=f'"{name}" in quotes',
                 )
@@ -230,7 +241,7 @@ def _refuse_tag(tag: str, key: Key, lines: dict[Key, int], file: str) -> NoRetur
         "tags are not allowed",
         file=file,
         line=Source(None, file, lines).line(key),
-        key=_dotted(key),
+        key=dotted(key),
         found=tag,
         expected="plain data",
     )
@@ -245,41 +256,3 @@ def _scalar(node: Any) -> str | int | float | bool | None:
         if isinstance(node, plain):
             return plain(node)
     return str(node)
-
-
-def _dotted(key: Key) -> str:
-    return ".".join(str(part) for part in key)
-
-
-def _leaves(errors: list[Any]) -> list[Any]:
-    """Drop what only follows from a problem further down, e.g. a list left empty by a bad entry."""
-    keys = [tuple(e["loc"]) for e in errors]
-    return [
-        e
-        for e, key in zip(errors, keys, strict=True)
-        if not any(len(other) > len(key) and other[: len(key)] == key for other in keys)
-    ]
-
-
-def _to_input_error(error: Any, source: Source) -> InputError:
-    context = error.get("ctx", {})
-    key = tuple(error["loc"])
-    found = error["input"]
-    if error["type"] == "unknown_key":
-        key, found = (*key, context["key"]), ""
-    message, expected = error["msg"], str(context.get("expected", ""))
-    if error["type"] == "missing":
-        message, found = "a required key is missing", ""
-    elif error["type"] == "literal_error":
-        message = "not one of the choices"
-    elif error["type"] == "too_short":
-        message, expected = "too few entries", f"at least {context['min_length']}"
-    elif error["type"] in _TYPE_NAMES:
-        message, expected = "wrong type", _TYPE_NAMES[error["type"]]
-    return InputError(message, source.file, source.line(key), _dotted(key), _shown(found), expected)
-
-
-def _shown(found: Any) -> str:
-    if isinstance(found, (dict, list, tuple)):
-        return "" if found else type(found).__name__
-    return str(found)[:80]

@@ -11,7 +11,7 @@ from sim.spec.load import Source, parse_value
 __all__ = ["apply_overrides"]
 
 
-def apply_overrides(source: Source, overrides: Sequence[str]) -> Source:
+def apply_overrides(source: Source, overrides: Sequence[str], part: str = "") -> Source:
     """Set values by dotted path, as ``--set job.global_batch=512`` does.
 
     A number is an index into a list. The text after ``=`` is read as YAML; missing mappings on the
@@ -19,20 +19,24 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> Source:
 
     Args:
         source: left unchanged. overrides: "path=value" texts, applied in order.
+        part: what the path starts with on the command line ("job"), for messages.
 
     Raises:
         UsageError: no "=", or an empty path. InputError: the path goes through a scalar or past the
             end of a list.
     """
     data = _copy(source.data)
-    lines = dict(source.lines)
+    lines, changes = dict(source.lines), dict(source.changes)
     for text in overrides:
+        option = f"--set {part}.{text}" if part else f"--set {text}"
         path, sign, value = text.partition("=")
         if not sign or not path.strip() or not all(path.split(".")):
-            raise UsageError(f"--set {text}: expected path=value, e.g. global_batch=512")
-        _assign(data, path.split("."), parse_value(value, f"--set {path}"), text)
-        lines[tuple(int(p) if p.isdigit() else p for p in path.split("."))] = 0
-    return Source(data, source.file, lines)
+            raise UsageError(f"{option}: expected path=value, e.g. global_batch=512")
+        _assign(data, path.split("."), parse_value(value, option), option)
+        key = tuple(int(p) if p.isdigit() else p for p in path.split("."))
+        lines = {k: line for k, line in lines.items() if k[: len(key)] != key}
+        changes[key] = option
+    return Source(data, source.file, lines, changes)
 
 
 def _copy(data: Any) -> Any:
@@ -41,7 +45,7 @@ def _copy(data: Any) -> Any:
     return [_copy(v) for v in data] if isinstance(data, list) else data
 
 
-def _assign(data: Any, path: list[str], value: Any, text: str) -> None:
+def _assign(data: Any, path: list[str], value: Any, option: str) -> None:
     here = data
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
@@ -50,7 +54,7 @@ def _assign(data: Any, path: list[str], value: Any, text: str) -> None:
             if not part.isdigit() or int(part) >= len(here):
                 raise InputError(
                     "no such list entry",
-                    file=f"--set {text}",
+                    file=option,
                     key=".".join(path[: depth + 1]),
                     expected=f"an index from 0 to {len(here) - 1}",
                 )
@@ -58,7 +62,7 @@ def _assign(data: Any, path: list[str], value: Any, text: str) -> None:
         elif not isinstance(here, dict):
             raise InputError(
                 "the path goes through a value",
-                file=f"--set {text}",
+                file=option,
                 key=".".join(path[:depth]),
                 found=str(here),
             )

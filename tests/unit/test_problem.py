@@ -88,8 +88,14 @@ def test_measured_times_belong_to_one_sequence_length():
     ("cluster", "overrides", "file", "key"),
     [
         ("no_such_cluster", [], "no_such_cluster", ""),
-        ("v100_t4", ["cluster.sites.0.nodse=[]"], "v100_t4.yaml", "sites.0.nodse"),
-        ("v100_t4", ["job.global_batch=0"], "job", "global_batch"),
+        (
+            "v100_t4",
+            ["cluster.sites.0.nodse=[]"],
+            "--set cluster.sites.0.nodse=[]",
+            "sites.0.nodse",
+        ),
+        ("v100_t4", ["job.global_batch=0"], "--set job.global_batch=0", "global_batch"),
+        ("v100_t4", ["job.microbatch=7"], "job with --set job.microbatch=7", ""),
         ("v100_t4", ["model.n_head=7"], "gpt2_355m.json", "n_head"),
     ],
 )
@@ -106,3 +112,18 @@ def test_documents_of_a_plan_are_checked():
         problem_from_documents(documents | {"format": 99})
     with pytest.raises(InputError, match="lacks a document"):
         problem_from_documents({"format": 1})
+
+
+def test_one_number_of_a_node_profiles_nics_can_change():
+    plain = load_problem("v100_t4", "gpt2_355m", JOB).machine.nodes[0]
+    more = load_problem("v100_t4", "gpt2_355m", JOB, ["cluster.sites.0.nodes.0.nics.count=2"])
+    assert more.machine.nodes[0].nics == 2 != plain.nics
+    assert more.machine.nodes[0].nic_rate == plain.nic_rate
+    assert problem_from_documents(more.documents).machine == more.machine
+
+
+def test_too_long_sequences_are_an_assumption():
+    problem = load_problem("v100_t4", "gpt2_355m", JOB | {"sequence_length": 2048})
+    note = "sequences of 2048 exceed the 1024 of the model's config"
+    assert note in problem.assumptions
+    assert note in problem_from_documents(problem.documents).assumptions

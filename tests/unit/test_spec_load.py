@@ -5,7 +5,7 @@ from pydantic import Field
 
 from sim.errors import InputError, UsageError
 from sim.spec.fields import Count, Doc, StatedBytes
-from sim.spec.load import MAX_FILE_BYTES, parse_text, read_source, validate
+from sim.spec.load import MAX_FILE_BYTES, parse_text, problems_of, read_source, validate
 from sim.spec.overrides import apply_overrides
 
 
@@ -73,6 +73,26 @@ def test_only_the_cause_is_reported_and_the_rest_counted():
     assert error.value.message.endswith("(and 1 more)")
     with pytest.raises(InputError, match=r"parts\.0\.memory: a number without its unit"):
         read("name: x\nparts:\n  - memory: 1\n")
+
+
+def test_all_problems_can_be_had():
+    source = parse_text("name: 3\nparts:\n  - memory: 1\n    size: 2\n", "f.yaml")
+    found = problems_of(Outer, source)
+    assert [(p.file, p.line, p.key) for p in found] == [
+        ("f.yaml", 1, "name"),
+        ("f.yaml", 4, "parts.0.size"),
+    ]
+    assert problems_of(Outer, parse_text(GOOD)) == []
+
+
+def test_what_an_option_set_is_blamed_on_the_option():
+    with pytest.raises(InputError) as error:
+        read(GOOD, "parts.1={memory: 1}")
+    assert (error.value.file, error.value.line) == ("--set parts.1={memory: 1}", 0)
+    with pytest.raises(InputError, match=r"^f.yaml:2:name: wrong type"):
+        read(GOOD.replace("name: x", "name: 3"), "parts.0.count=2")
+    with pytest.raises(InputError, match=r"^--set job.parts.9.count=1:parts.9: no such list entry"):
+        apply_overrides(parse_text(GOOD, "f.yaml"), ["parts.9.count=1"], "job")
 
 
 def test_yaml_is_version_1_2():
