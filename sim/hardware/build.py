@@ -30,6 +30,10 @@ from sim.spec.cluster import ClusterDoc, SiteDoc
 __all__ = ["build_machine"]
 
 
+MAX_PARTS = 2_000_000
+"""Most chips and NICs of a cluster: a file must not be able to exhaust memory."""
+
+
 class _Draft(msgspec.Struct):
     """A machine while it is built."""
 
@@ -117,6 +121,14 @@ def _add_site(draft: _Draft, site: SiteDoc, index: int, doc: ClusterDoc) -> None
             draft.accelerators[found.name] = found
             draft.assumptions |= dict.fromkeys(assumed)
         draft.assumptions |= dict.fromkeys(spec.guesses)
+        parts = nodes.count * (spec.chips + spec.nics)
+        if parts + len(draft.links) > MAX_PARTS:
+            raise InputError(
+                "the cluster is too large to be laid out",
+                key=f"{where}.count",
+                found=f"{nodes.count} nodes of {spec.chips} chips and {spec.nics} NICs",
+                expected=f"at most {MAX_PARTS:,} chips and NICs in all",
+            )
         for _ in range(nodes.count):
             _add_node(draft, spec, site.name, nodes.island or site.name)
 

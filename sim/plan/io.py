@@ -22,12 +22,21 @@ def plan_to_json(plan: Plan) -> bytes:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan file: beside the target first, then renamed."""
+    """Write a plan file: beside the target first, then renamed.
+
+    Raises:
+        PlanError: the target is a folder or a device, or its folder cannot be written.
+    """
     target = Path(path)
+    if target.exists() and not target.is_file():
+        raise PlanError("cannot write a plan there", str(path), expected="a file, or a new name")
     beside = target.with_name(target.name + f".{os.getpid()}.part")
     try:
         beside.write_bytes(plan_to_json(plan) + b"\n")
         beside.replace(target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError("cannot write the plan", str(path), found=reason) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -293,6 +293,13 @@ def test_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_plan_never_replaces_a_device_or_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for target in ("/dev/null", tmp_path, tmp_path / "absent" / "plan.json"):
+        with pytest.raises(PlanError, match="cannot write"):
+            save_plan(plan(), target)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bad_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
     data = plan_to_json(plan())
     with pytest.raises(PlanError, match="truncated"):
