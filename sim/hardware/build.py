@@ -30,7 +30,7 @@ from sim.spec.cluster import ClusterDoc, SiteDoc
 __all__ = ["build_machine"]
 
 
-MAX_PARTS = 2_000_000
+MAX_PARTS = 400_000
 """Most chips and NICs of a cluster: a file must not be able to exhaust memory."""
 
 
