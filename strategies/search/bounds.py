@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.search.recurrence import StageTimes, Sync
+from strategies.search.recurrence import Ready, StageTimes, Sync, synchronise
 from strategies.search.skeleton import Shape
 
-__all__ = ["balanced_bound", "estimate", "lower_bound"]
+__all__ = ["estimate", "lower_bound"]
 
 Floats = NDArray[np.float64]
 
@@ -43,27 +43,33 @@ def _round_trip(forward: Floats, backward: Floats, down: Floats, up: Floats) -> 
 
 
 def estimate(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
-    """Step time by the closed form [s], shape (K,): one pass through the pipeline, then a period.
+    """Step time by a closed form of the passes and the exact end of the step [s], shape (K,).
 
-    period = max over stages of their own work, and of the round trip behind them over the
-    microbatches in flight there (P - s); time = first round trip + (m - 1) period. For the
-    interleaved schedule the period is a position's work on all chunks, and the first round trip
-    that of one chunk. Not a bound in either direction; used to rank, never to exclude.
+    Behind the first round trip come m - 1 times the slowest stage's work, or, where that is more,
+    a round trip behind stage s for every P - s microbatches, which is what 1F1B keeps in flight
+    there; stage s ends earlier than stage 0 by the backward passes before it. For the interleaved
+    schedule the first round trip is that of one chunk and the work a position's on all chunks. Gradient sums,
+    the sum of a tied embedding, queues at NICs and updates follow as in the exact recurrence. Not
+    a bound in either direction; used to rank, never to exclude.
     """
     forward, backward, weight, down, up = _passes(shape, times)
     own = forward + backward + weight
     m, p, chunks = shape.num_microbatches, shape.num_stages, shape.chunks
-    tail = _tail(sync).max(axis=1) + sync.barrier
     if chunks > 1:
         period = own.reshape(len(own), chunks, p).sum(axis=1).max(axis=1)
-        once = (own + down + up).sum(axis=1) / chunks
-        return np.asarray(once + (m - 1 / chunks) * period + tail)
-    trip = _round_trip(forward, backward, down, up)
-    flight = np.minimum(np.arange(p, 0, -1), m)
-    period = np.maximum(own.max(axis=1), (trip / flight).max(axis=1))
-    if shape.schedule == "gpipe":
-        period = own.max(axis=1)
-    return np.asarray(trip[:, 0] + weight[:, 0] + (m - 1) * period + tail)
+        end = (own + down + up).sum(axis=1) / chunks + (m - 1 / chunks) * period
+    else:
+        trip = _round_trip(forward, backward, down, up)
+        first = trip[:, 0] + weight[:, 0]
+        rest = (m - 1) * own.max(axis=1)
+        if shape.schedule != "gpipe":
+            flight = np.arange(p, 0, -1)
+            turns = np.where(m > flight, (m - 1) / flight, 0.0)
+            rest = np.maximum(rest, (turns * trip).max(axis=1))
+        end = first + rest
+    drain = _before(backward + up)
+    gradient = end[:, None] - drain - weight[:, :1] + weight
+    return synchronise(Ready(gradient, gradient[:, :p]), sync, chunks)
 
 
 def lower_bound(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
@@ -111,15 +117,3 @@ def _tail(sync: Sync) -> Floats:
     before = np.maximum(sync.reduce, sync.reduce_experts)
     after = np.maximum(sync.unshard, sync.unshard_experts)
     return np.asarray(before + sync.update + after)
-
-
-def balanced_bound(num_microbatches: Floats, layers: float, rate: Floats) -> Floats:
-    """Least step time m * L / sum(stages / layer time) [s] of any real-valued layer split.
-
-    H2's rule (d). Some stage has at least its share of the layers, and its stream does all its
-    passes once per microbatch; embedding, head, transfers and filling come on top.
-
-    Args:
-        num_microbatches: m. layers: L. rate: sum over stages of 1 / layer time [1/s].
-    """
-    return np.asarray(num_microbatches * layers / rate)

@@ -16,7 +16,7 @@ import msgspec
 
 from sim.errors import InfeasibleError
 from sim.problem import Problem
-from strategies.search.evaluate import Effort, Progress
+from strategies.search.board import Effort, Progress
 from strategies.search.pools import Pool, pools_of, split_pool
 from strategies.search.result import SearchResult
 from strategies.search.search import search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -19,6 +19,10 @@ __all__ = ["Choices", "choices_of", "fill_share", "knobs_for", "modes_of", "scre
 
 CHUNKS = (2, 4)
 """Virtual stages per position that interleaving is tried with."""
+
+
+_SWITCH = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+"""How people write a switch."""
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,19 +73,40 @@ def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choic
         if (value := getattr(problem.job.pins, name)) is not None
     }
     merged.update(pins or {})
-    if isinstance(merged.get("accelerators"), str):
-        merged["accelerators"] = tuple(merged["accelerators"].split(","))
-    try:
-        found = msgspec.convert(merged, Choices, strict=False)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"pins: {error}") from None
-    unknown = sorted(set(merged) - set(Choices.__struct_fields__))
+    kinds = {f.name: f.type for f in msgspec.structs.fields(Choices)}
+    unknown = sorted(set(merged) - set(kinds))
     if unknown:
-        known = " ".join(Choices.__struct_fields__)
-        raise UsageError(f"no such pin: {unknown[0]}; there are {known}")
+        raise UsageError(f"no such pin: {unknown[0]}; there are {' '.join(kinds)}")
+    found = Choices(**{name: _read_pin(name, v, kinds[name]) for name, v in merged.items()})
     if found.schedule is not None and found.schedule not in SCHEDULES:
         raise UsageError(f"no such schedule: {found.schedule}; there are {' '.join(SCHEDULES)}")
     return found
+
+
+def _read_pin(name: str, value: Any, kind: Any) -> Any:
+    """The value of a pin, typed.
+
+    Raises:
+        UsageError: it is not of the knob's type.
+    """
+    typed = value
+    if kind == tuple[str, ...] and isinstance(value, str):
+        typed = tuple(part.strip() for part in value.split(","))
+    elif kind in (bool, bool | None) and isinstance(value, str):
+        typed = _SWITCH.get(value.lower(), value)
+    try:
+        return msgspec.convert(typed, kind, strict=False)
+    except msgspec.ValidationError:
+        expected = "a whole number"
+        if kind in (bool, bool | None):
+            expected = "yes or no"
+        elif kind == Recompute | None:
+            expected = f"one of {' '.join(get_args(Recompute))}"
+        elif kind not in (int, int | None):
+            expected = "text"
+        several = isinstance(value, str) and "," in value and "=" in value
+        hint = "; one knob per --pin: --pin tp=8 --pin pp=2" if several else ""
+        raise UsageError(f"--pin {name}={value}: expected {expected}{hint}") from None
 
 
 def modes_of(problem: Problem, choices: Choices) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from sim.errors import InfeasibleError
 from sim.problem import Problem
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
-from strategies.search.evaluate import Effort, Evaluator, Progress
+from strategies.search.board import Effort, Progress
+from strategies.search.evaluate import Evaluator
 from strategies.search.finalists import Contender, play
 from strategies.search.mixed import MixedPlan, draft_of_mixed
 from strategies.search.options import choices_of

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class Incumbent:
-    """The k smallest scores of different candidates.
+    """The k smallest scores of different plans; a plan that comes again is not counted again.
 
     Attributes:
         size: k. scores: ascending.
@@ -26,6 +26,7 @@ class Incumbent:
     def __init__(self, size: int) -> None:
         self.size = size
         self.scores: list[float] = []
+        self._known: set[bytes] = set()
 
     @property
     def value(self) -> float:
@@ -36,13 +37,16 @@ class Incumbent:
         """Only what beats this score is of interest."""
         self.scores = [score] * self.size
 
-    def add(self, scores: Floats) -> None:
-        """Take note of exact scores, each candidate once."""
-        for score in np.sort(scores)[: self.size].tolist():
-            if score >= self.value:
+    def add(self, scores: Floats, slab: Slab) -> None:
+        """Take note of the exact scores of a slab's plans, shape (n,)."""
+        for row in np.argsort(scores).tolist():
+            if not scores[row] < self.value:
                 break
-            bisect.insort(self.scores, score)
-            del self.scores[self.size :]
+            key = plan_key(slab, row)
+            if key not in self._known:
+                self._known.add(key)
+                bisect.insort(self.scores, float(scores[row]))
+                del self.scores[self.size :]
 
 
 class Shortlist:

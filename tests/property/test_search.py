@@ -24,17 +24,19 @@ from sim.plan.lower import lower
 from sim.plan.uniform import layer_cuts
 from sim.problem import Problem, load_problem
 from strategies.search import search
+from strategies.search.board import Effort
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
-from strategies.search.evaluate import Effort, Evaluator
+from strategies.search.evaluate import Evaluator
 from strategies.search.mixed import MixedPlan, draft_of_mixed, mixed_seconds
 from strategies.search.options import choices_of
 from strategies.search.pools import pools_of
-from strategies.search.screen import exact_times
+from strategies.search.screen import by_stages, exact_times, place_layers, rough_times
 from strategies.search.slab import Knobs, Slab, structure_key
 from strategies.search.space import blocks_of
 from strategies.search.store import RunTable
 from strategies.search.structures import enumerate_block
+from tests.validation.pin_sweep import losses
 
 V100, T4, A100 = "V100-SXM2-16GB", "T4", "A100-SXM4-80GB"
 
@@ -46,6 +48,8 @@ def small(
     batch: int = 4,
     memory: dict[str, str] | None = None,
     hidden: int = 1024,
+    tied: bool = False,
+    vocabulary: int = 16000,
     **job: Any,
 ) -> Problem:
     cluster = {
@@ -60,9 +64,9 @@ def small(
         "num_hidden_layers": layers,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
-        "vocab_size": 16000,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
     }
     work = {"global_batch": batch, "sequence_length": 1024, "dtype": "fp16", **job}
     return load_problem(cluster, model, work)
@@ -250,6 +254,45 @@ def test_screened_search_finds_nearly_the_optimum_of_the_whole_space() -> None:
     assert screened.exact < whole.exact
     assert screened.step_time_s <= 1.02 * whole.step_time_s
     assert whole.step_time_s <= screened.step_time_s * (1 + 1e-9)
+
+
+def test_screened_search_of_a_tied_model_finds_nearly_the_optimum() -> None:
+    """The tied sum outweighs all else here: structures that need none must not be passed over."""
+    nodes = [{"profile": "p3_8xlarge"}, {"profile": "g4dn_12xlarge", "chips": 2}]
+    problem = small(nodes, layers=6, batch=8, hidden=512, tied=True, vocabulary=200_000)
+    pins = {"families": "pipeline", "chunks": 1}
+    whole = search(problem, pins=pins, effort=Effort(exhaustive=10**9))
+    few = Effort(exhaustive=0, shortlist=4, tuned=4, coarse=1)
+    screened = search(problem, pins=pins, effort=few)
+    assert whole.whole and not screened.whole
+    assert screened.step_time_s <= 1.02 * whole.step_time_s
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_estimate_is_close_to_the_exact_time(tied: bool) -> None:
+    problem = small(MIXED, layers=6, batch=8, tied=tied, vocabulary=100_000)
+    costs = Costs(problem)
+    pools = pools_of(problem.machine)
+    checked = 0
+    for block in blocks_of(costs, pools, choices_of(problem, PINS), knobs=[Knobs()]):
+        found = enumerate_block(block, 6, float("inf"), Counter())
+        for slab in by_stages(found) if found is not None else ():
+            for knobs in (Knobs(), Knobs(zero=1)) if slab.dp > 1 else (Knobs(),):
+                placed = place_layers(costs, slab.with_knobs(knobs), Counter())
+                if len(placed):
+                    ratio = rough_times(costs, placed) / exact_times(costs, [placed])[0]
+                    assert 0.85 < ratio.min() and ratio.max() < 1.15
+                    checked += len(placed)
+    assert checked > 20
+
+
+def test_no_pin_gives_a_better_plan_than_the_free_search() -> None:
+    problem = load_problem("v100_t4", "gpt2_355m", "v100_t4")
+    pins = [{"dp": 4}, {"dp": 8}, {"pp": 1}, {"pp": 2}, {"tp": 1}, {"tp": 2}]
+    effort = Effort(shortlist=128, tuned=12, refined=4, coarse=2)
+    free, better = losses(problem, pins, effort=effort, top=4)
+    assert better == []
+    assert not free.whole
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

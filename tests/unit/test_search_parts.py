@@ -154,17 +154,6 @@ def test_sub_groups_come_in_one_order_and_never_alike(mixed: Problem) -> None:
     assert [len(g) for g in groupings] == [3, 3]
 
 
-def test_incumbent_keeps_the_smallest() -> None:
-    best = Incumbent(3)
-    best.add(np.array([5.0, 1.0]))
-    assert best.value == float("inf")
-    best.add(np.array([4.0, 9.0, 2.0]))
-    assert best.scores == [1.0, 2.0, 4.0] and best.value == 4.0
-    best.seed(0.5)
-    best.add(np.array([0.7]))
-    assert best.value == 0.5
-
-
 def slab_of(mixed: Problem, layers: list[list[int]]) -> Slab:
     n = len(layers)
     one = np.ones((n, 1), np.int64)
@@ -172,6 +161,20 @@ def slab_of(mixed: Problem, layers: list[list[int]]) -> Slab:
         pools=pools_of(mixed.machine)[:1], dp=1, microbatch=1, num_microbatches=4,
         tp=one, pp=2 * one, recompute=0 * one, layers=np.array(layers),
     )  # fmt: skip
+
+
+def test_incumbent_keeps_the_smallest_and_counts_no_plan_twice(mixed: Problem) -> None:
+    rows = [[k, 24 - k] for k in range(1, 8)]
+    best = Incumbent(3)
+    best.add(np.array([5.0, 1.0]), slab_of(mixed, rows[:2]))
+    assert best.value == float("inf")
+    best.add(np.array([1.0, 5.0]), slab_of(mixed, rows[1::-1]))
+    assert best.scores == [1.0, 5.0]
+    best.add(np.array([4.0, 9.0, 2.0]), slab_of(mixed, rows[2:5]))
+    assert best.scores == [1.0, 2.0, 4.0] and best.value == 4.0
+    best.seed(0.5)
+    best.add(np.array([0.7]), slab_of(mixed, rows[5:6]))
+    assert best.value == 0.5
 
 
 def test_shortlist_keeps_the_best_and_each_plan_once(mixed: Problem) -> None:

@@ -18,7 +18,7 @@ from sim.engine.simulate import simulate
 from sim.errors import InfeasibleError
 from sim.problem import Problem, load_problem
 from strategies.search import SearchResult, search
-from strategies.search.evaluate import Effort
+from strategies.search.board import Effort
 
 SMALLEST = "BI-V100"
 MEMORY = ("24 GiB", "32 GiB", "48 GiB")
