@@ -17,6 +17,7 @@ from sim.plan.draft import (
     CellKnobs,
     DataKnobs,
     ExpertKnobs,
+    OffloadKnobs,
     PipelineKnobs,
     PlanDraft,
     TensorKnobs,
@@ -49,8 +50,9 @@ _PARTS = {
     "data": DataKnobs,
     "tensor": TensorKnobs,
     "expert": ExpertKnobs,
+    "offload": OffloadKnobs,
 }
-_LOOSE = ("passes", "tables", "barrier", "exact", "reason")
+_LOOSE = ("passes", "tables", "amounts", "barrier", "exact", "reason")
 FIELDS = frozenset(
     [f"{part}.{f}" for part, kind in _PARTS.items() for f in kind.__struct_fields__] + list(_LOOSE)
 )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from strategies import data, expert, pipeline, recompute, tensor
+from strategies import data, expert, offload, pipeline, recompute, tensor
 
-__all__ = ["data", "expert", "pipeline", "recompute", "tensor"]
+__all__ = ["data", "expert", "offload", "pipeline", "recompute", "tensor"]

@@ -239,13 +239,14 @@ def assert_every_microbatch_once(plan: Plan) -> None:
     placement = plan.placement
     programs = {r: p for p in expand(plan) for r in p.ranks}
     for cell in placement.cells:
-        stages = [s.stage for s in placement.segments if s.cell == cell.stage]
+        segments = [(s.stage, s.name) for s in placement.segments if s.cell == cell.stage]
         m = placement.microbatches[cell.replica]
         for rank in cell.ranks:
-            seen = Counter((op.kind, op.stage, op.mb) for op in walk(programs[rank]))
-            for stage in stages:
+            ops = walk(programs[rank])
+            seen = Counter((op.kind, op.stage, op.label, op.mb) for op in ops)
+            for stage, name in segments:
                 for mb in range(m):
-                    f, b, i, w = (seen.pop((kind, stage, mb), 0) for kind in "FBIW")
+                    f, b, i, w = (seen.pop((kind, stage, name, mb), 0) for kind in "FBIW")
                     assert f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1))
             assert not [key for key in seen if key[0] in "FBIW"]
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from sim.cost.memory import TERMS, MemoryKnobs, stage_memory_terms
+from sim.cost.offload import segment_terms
 from sim.errors import PlanError
 from sim.hardware.machine import Accelerator
 from sim.model.amounts import block_table
@@ -166,6 +167,13 @@ def ledger(
     mine = [s for s in plan.placement.segments if s.cell == cell.stage]
     if live is None:
         live = _live_of(plan, cell)
+    if any(s.name for s in mine):
+        accelerator = problem.machine.accelerators[cell.accelerator]
+        return Ledger(
+            terms=segment_terms(plan, problem, cell, live, knobs_of(plan, cell)),
+            capacity_bytes=accelerator.memory_bytes,
+            limit_bytes=memory_limit(accelerator, problem.job),
+        )
     machine, job = problem.machine, problem.job
     accelerator = machine.accelerators[cell.accelerator]
     table = block_table(problem.model, job.sequence_length, job.activation_bytes)
@@ -188,7 +196,7 @@ def _live_of(plan: Plan, cell: Cell) -> tuple[tuple[int, ...], ...]:
     placement = plan.placement
     m = placement.microbatches[cell.replica] if placement.microbatches else 1
     name = call.args.get("name", "1f1b")
-    chunks = len(placement.segments) // placement.num_stages
+    chunks = len(placement.stages) // placement.num_stages
     order = tuple(call.args.get("order", ()))
     return live_microbatches(name, placement.num_stages, m, chunks, order)[cell.stage]
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from sim.cost.ledger import knobs_of
 from sim.cost.memory import TERMS, stage_memory_terms
+from sim.cost.offload import segment_terms
 from sim.errors import SimulationError
 from sim.model.amounts import block_table
 from sim.plan.graph import OpGraph
@@ -21,6 +22,9 @@ from sim.spec.job import Recompute
 __all__ = ["memory_over_time"]
 
 Floats = NDArray[np.float64]
+
+MODES: dict[str, Recompute] = {"all": "none", "selective": "selective", "inputs": "full"}
+"""What is not kept, by what an F saves."""
 
 
 def memory_over_time(
@@ -103,8 +107,8 @@ class _Kept:
         if key not in self._known:
             knobs = knobs_of(self.plan, cell)
             mode: Recompute = cell.recompute
-            if op.saves == "inputs":
-                mode = "full"
+            if op.kind == "F":
+                mode = MODES[op.saves]
             mine = [s for s in self.plan.placement.segments if s.stage == stage]
             named = [s for s in mine if s.name == op.label]
             total = 0.0
@@ -130,8 +134,14 @@ class _Kept:
     def static(self, rank: int) -> float:
         """All terms but the activations of a rank's cell [B]."""
         cell = self.wiring.cell_of[rank]
+        m = self.plan.placement.microbatches
         key = (cell.stage, cell.accelerator, cell.tp, cell.cp, cell.recompute)
-        if key not in self._known:
+        key = (*key, m[cell.replica] if m else 1)  # type: ignore[assignment]
+        if key not in self._known and any(s.name for s in self.plan.placement.segments):
+            knobs = knobs_of(self.plan, cell)
+            found = segment_terms(self.plan, self.problem, cell, (), knobs)
+            self._known[key] = sum(found.values())
+        elif key not in self._known:
             mine = [s.blocks for s in self.plan.placement.segments if s.cell == cell.stage]
             accelerator = self.problem.machine.accelerators[cell.accelerator]
             low, high = np.array(mine).T

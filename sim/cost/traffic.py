@@ -77,7 +77,7 @@ def collective_of(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float
 
 def _gradient(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float]:
     """Gradients of a stage's shard, or its updated parameters."""
-    blocks, ep = work.segment(op, rank), work.placement.ep
+    blocks, ep = work.own_blocks(op, rank), work.placement.ep
     if op.label == EXPERTS:
         _, elements = rank_params(blocks, work.cell(rank, op).tp, ep)
     else:

@@ -117,6 +117,17 @@ class Work:
         """Blocks of ``ranges``."""
         return tuple(b for first, last in self.ranges(op, rank) for b in self.blocks[first:last])
 
+    def own_blocks(self, op: Op, rank: int) -> tuple[Block, ...]:
+        """The same, without parameters that an earlier segment of the stage shares and holds."""
+        stage, ranges = self.wiring.stage_of(op, rank), self.ranges(op, rank)
+        before = [s.blocks for s in self.placement.segments if s.stage == stage]
+        before = [(a, b) for a, b in before if b <= ranges[0][0]]
+        held = {x.shares for a, b in before for x in self.blocks[a:b]} - {""}
+        return tuple(
+            msgspec.structs.replace(b, params=0) if b.shares in held else b
+            for b in self.segment(op, rank)
+        )
+
     def tokens(self, op: Op) -> float:
         """Tokens of the op's microbatch, or of its part of it."""
         whole = self.math.microbatch * self.math.sequence_length
@@ -254,12 +265,14 @@ class Work:
 
     def held_params(self, op: Op, rank: int) -> float:
         """Parameters of the op's segment on its rank."""
-        return sum(rank_params(self.segment(op, rank), self.cell(rank, op).tp, self.placement.ep))
+        return sum(
+            rank_params(self.own_blocks(op, rank), self.cell(rank, op).tp, self.placement.ep)
+        )
 
     def owned_params(self, op: Op, rank: int) -> float:
         """Parameters of the op's segment that its rank updates: its shard under ZeRO-1."""
         ep = self.placement.ep
-        dense, experts = rank_params(self.segment(op, rank), self.cell(rank, op).tp, ep)
+        dense, experts = rank_params(self.own_blocks(op, rank), self.cell(rank, op).tp, ep)
         if self.math.zero:
             shards = max(len(self._members(rank, "dp")), 1)
             # With ep > 1 experts are replicated over other ranks than the rest.

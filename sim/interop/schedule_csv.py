@@ -44,7 +44,7 @@ def plan_order(plan: Plan, replica: int = 0) -> Order:
     order: Order = []
     programs = {r: p for p in expand(plan) for r in p.ranks}
     hosted: dict[int, list[int]] = {}
-    for segment in plan.placement.segments:
+    for segment in plan.placement.stages:
         hosted.setdefault(segment.cell, []).append(segment.stage)
     for position in range(plan.placement.num_stages):
         try:

@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from sim.errors import InputError
-from sim.plan.placement import Recompute
-from sim.plan.plan import Call, Table
+from sim.plan.placement import Recompute, Segment
+from sim.plan.plan import Amount, Call, Table
 
 __all__ = [
     "CellKnobs",
     "DataKnobs",
     "ExpertKnobs",
+    "OffloadKnobs",
     "PipelineKnobs",
     "PlanDraft",
     "TensorKnobs",
@@ -96,15 +97,30 @@ class ExpertKnobs(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1
 
 
+class OffloadKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of the offload axis.
+
+    Args:
+        segments: finer segments than one per virtual stage, with names and what lives on the host;
+            () for one per stage.
+        parameter_buffers, gradient_buffers, late_updates: see Placement.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    parameter_buffers: int = 2
+    gradient_buffers: int = 2
+    late_updates: bool = False
+
+
 class PlanDraft(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished plan.
 
     Args:
         name: for people. cells: the grid.
-        pipeline, data, tensor, expert: knobs per axis.
+        pipeline, data, tensor, expert, offload: knobs per axis.
         exact: False when the mathematics changes; ``reason`` says how.
         passes: further lowering passes, after the built-in ones.
-        tables: late amounts. barrier: BARRIER ends each step.
+        tables: late amounts. amounts: of ops that passes add. barrier: BARRIER ends each step.
         assumptions: in words. knobs: what each strategy chose, for the report.
     """
 
@@ -114,10 +130,12 @@ class PlanDraft(msgspec.Struct, frozen=True, kw_only=True):
     data: DataKnobs = DataKnobs()
     tensor: TensorKnobs = TensorKnobs()
     expert: ExpertKnobs = ExpertKnobs()
+    offload: OffloadKnobs = OffloadKnobs()
     exact: bool = True
     reason: str = ""
     passes: tuple[Call, ...] = ()
     tables: dict[str, Table] = {}
+    amounts: dict[str, Amount] = {}
     barrier: bool = True
     assumptions: tuple[str, ...] = ()
     knobs: dict[str, Any] = {}

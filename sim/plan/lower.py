@@ -49,7 +49,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
         )
     experts = tuple(
         s.stage
-        for s in placement.segments
+        for s in placement.stages
         if any(b.params_experts for b in problem.model.blocks[s.blocks[0] : s.blocks[1]])
     )
     return Plan(
@@ -81,7 +81,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
         barrier=draft.barrier,
         buffers=p.buffers,
         tables=draft.tables,
-        amounts=amounts_of(problem, placement, p.microbatch),
+        amounts=amounts_of(problem, placement, p.microbatch) | draft.amounts,
         problem=problem.documents,
         problem_hash=problem.hash,
         version=_version(),
@@ -126,10 +126,11 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
             expected="strictly rising cuts",
         )
     position = _positions(draft, num_stages, virtual)
-    segments = tuple(
+    stages = tuple(
         Segment(stage=v, cell=position[v], blocks=(a, b))
         for v, (a, b) in enumerate(itertools.pairwise(cuts))
     )
+    segments = _finer(draft.offload.segments, stages) if draft.offload.segments else stages
     return Placement(
         cells=cells,
         segments=segments,
@@ -138,7 +139,29 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         microbatches=draft.data.microbatches,
         ep=draft.expert.ep,
         whole_boundaries=draft.pipeline.whole_boundaries,
+        parameter_buffers=draft.offload.parameter_buffers,
+        gradient_buffers=draft.offload.gradient_buffers,
+        late_updates=draft.offload.late_updates,
     )
+
+
+def _finer(segments: tuple[Segment, ...], stages: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Check that finer segments cut every virtual stage into named runs of blocks."""
+    at = [(s.stage, *s.blocks) for s in segments]
+    joined = list(itertools.pairwise(at))
+    whole = [(s.stage, *s.blocks) for s in Placement(segments=segments).stages]
+    fits = whole == [(s.stage, *s.blocks) for s in stages]
+    fits = fits and all(b == x for (_, _, b), (_, x, _) in joined) and all(a < b for _, a, b in at)
+    names = {(s.stage, s.name) for s in segments if s.name}
+    cells = {s.stage: s.cell for s in stages}
+    if not fits or len(names) != len(segments) or any(s.cell != cells[s.stage] for s in segments):
+        raise InputError(
+            "segments must cut every stage into named runs of blocks",
+            key="offload.segments",
+            found=" ".join(f"{s.stage}[{s.name}]={s.blocks[0]}-{s.blocks[1]}" for s in segments),
+            expected=" ".join(f"{s.stage}={s.blocks[0]}-{s.blocks[1]}" for s in stages),
+        )
+    return segments
 
 
 def _positions(draft: PlanDraft, num_stages: int, virtual: int) -> dict[int, int]:
@@ -247,13 +270,13 @@ def boundaries_of(model: Model, segments: tuple[Segment, ...]) -> tuple[Boundary
 def _tied(model: Model, placement: Placement) -> tuple[int, ...]:
     """Virtual stages that share a parameter with a stage at another position."""
     sharing: dict[str, set[int]] = defaultdict(set)
-    for s in placement.segments:
+    for s in placement.stages:
         for block in model.blocks[s.blocks[0] : s.blocks[1]]:
             if block.shares:
                 sharing[block.shares].add(s.stage)
     found: set[int] = set()
     for stages in sharing.values():
-        if len({placement.segments[v].cell for v in stages}) > 1:
+        if len({placement.stages[v].cell for v in stages}) > 1:
             found |= stages
     return tuple(sorted(found))
 
@@ -267,7 +290,7 @@ def amounts_of(problem: Problem, placement: Placement, microbatch: int) -> dict[
     job = problem.job
     tokens = float(microbatch * job.sequence_length)
     found = {}
-    for s in placement.segments:
+    for s in placement.stages:
         blocks = problem.model.blocks[s.blocks[0] : s.blocks[1]]
         flops = sum(forward_flops(b, tokens, job.sequence_length) for b in blocks)
         params = float(sum(b.params + b.params_replicated + b.params_experts for b in blocks))

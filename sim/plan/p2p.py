@@ -26,7 +26,7 @@ def transfers(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list
     """
     placement = plan.placement
     position = {s.stage: s.cell for s in placement.segments}
-    chunked = len(placement.segments) > placement.num_stages
+    chunked = len(placement.stages) > placement.num_stages
     leaving: dict[tuple[str, int], list[tuple[Boundary, int]]] = defaultdict(list)
     for b in placement.boundaries:
         if position[b.src] != position[b.dst]:

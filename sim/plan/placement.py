@@ -56,12 +56,16 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         name: label in programs; "" when a virtual stage is one segment.
         stage: virtual stage. cell: pipeline position that hosts it.
         blocks: (first, last + 1) indices into the model's blocks.
+        recompute: what F keeps of it; "" as its cell says.
+        offload: what lives in host memory: "parameters", "optimizer" (with the update), or both.
     """
 
     name: str = ""
     stage: int
     cell: int
     blocks: tuple[int, int] = (0, 0)
+    recompute: Recompute | Literal[""] = ""
+    offload: tuple[Literal["parameters", "optimizer"], ...] = ()
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +94,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ep: expert-parallel size (a group of ep consecutive replicas of a stage, times tp).
         whole_boundaries: boundary tensors are sent whole to every receiving rank, not in pieces.
         extra_ranks: ranks outside any cell (a parameter server).
+        parameter_buffers, gradient_buffers: of the largest segment, that a chip keeps for
+            parameters and gradients on their way from and to the host.
+        late_updates: updates on the chip wait for the gradients of all segments.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -100,6 +107,20 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ep: int = 1
     whole_boundaries: bool = False
     extra_ranks: tuple[int, ...] = ()
+    parameter_buffers: int = 2
+    gradient_buffers: int = 2
+    late_updates: bool = False
+
+    @property
+    def stages(self) -> tuple[Segment, ...]:
+        """One segment per virtual stage, its finer ones put together; in order of stage."""
+        found: dict[int, Segment] = {}
+        for s in self.segments:
+            whole = found.get(s.stage)
+            first, last = (whole or s).blocks
+            blocks = (min(first, s.blocks[0]), max(last, s.blocks[1]))
+            found[s.stage] = Segment(stage=s.stage, cell=s.cell, blocks=blocks)
+        return tuple(found[stage] for stage in sorted(found))
 
     @property
     def num_ranks(self) -> int:

@@ -151,7 +151,7 @@ def _flops_of(
         for block in model.blocks[first:last]:
             flops = _flops_per_token(block, maths.sequence_length)
             forward[segment.cell] += flops
-            if 0 <= block.layer < max(model.num_layers, 1):
+            if 0 <= block.layer < max(model.num_layers, 1) and segment.recompute != "none":
                 full[segment.cell] += flops
                 core[segment.cell] += attention_flops(block, 1.0, maths.sequence_length)
     model_flops = 3.0 * sum(forward.values()) * total

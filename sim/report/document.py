@@ -158,7 +158,7 @@ def stages_of(
     known = memory or {}
     rows = []
     for stage in range(placement.num_stages):
-        blocks = tuple(s.blocks for s in placement.segments if s.cell == stage)
+        blocks = tuple(s.blocks for s in placement.stages if s.cell == stage)
         runs: dict[CellRow, int] = {}
         for cell in placement.cells:
             if cell.stage == stage:

@@ -2,22 +2,105 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from sim.cost.ledger import Ledger, knobs_of, peak_memory
+from sim.cost.offload import HostLedger, host_ledgers
 from sim.engine.simulate import simulate
 from sim.hardware.machine import HostSide
+from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
+from sim.plan.lower import lower
 from sim.plan.plan import Amount
 from sim.plan.validate import validate
+from sim.problem import load_problem
 from sim.report.links import link_use
+from strategies.compose import compose
 from tests.validation.exercise import BACKWARD, FORWARD
 from tests.validation.host_side import offloaded
+
+# 3. An estimate that counted model states only
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH = 32, 4096, 32, 2048, 4
+STATES_AWAY = ("parameters", "optimizer")
+
+
+def everything_on_the_host(recompute: bool) -> tuple[Ledger, HostLedger]:
+    """Memory of 6.8e9 parameters on 4 chips of one node, all states in host memory."""
+    config = {
+        "model_type": "gpt2",
+        "n_embd": HIDDEN,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "vocab_size": 43000,
+        "n_positions": SEQUENCE,
+        "tie_word_embeddings": False,
+    }
+    job = {
+        "global_batch": 4 * BATCH,
+        "sequence_length": SEQUENCE,
+        "microbatch": BATCH,
+        "flash_attention": False,
+        "dropout": True,
+    }
+    nodes = {"profile": "a100_80gb_hdr", "count": 1, "chips": 4}
+    cluster = {"name": "four", "sites": [{"name": "hall", "nodes": [nodes]}]}
+    given = load_problem(cluster, config, job)
+    params = sum(b.params + b.params_replicated for b in given.model.blocks)
+    assert params == pytest.approx(6.805e9, rel=0.005)
+    draft = PlanDraft(
+        cells=tuple(CellKnobs(stage=0, replica=r, chips=(r,)) for r in range(4)),
+        pipeline=PipelineKnobs(microbatch=BATCH),
+        data=DataKnobs(microbatches=(1,) * 4),
+    )
+    draft = compose(given, [("offload", {"checkpointed": LAYERS * recompute})], start=draft)
+    segments = tuple(
+        msgspec.structs.replace(s, offload=STATES_AWAY) for s in draft.offload.segments
+    )
+    offload = msgspec.structs.replace(draft.offload, segments=segments)
+    plan = lower(given, msgspec.structs.replace(draft, offload=offload))
+    validate(plan)
+    return peak_memory(plan, given)[0, 0], host_ledgers(plan, given, knobs_of)[0]
+
+
+LAYER = SEQUENCE * BATCH * HIDDEN * (34 + 5 * HEADS * SEQUENCE / HIDDEN)
+"""[B] kept of one layer, s b h (34 + 5 a s / h) = 3.83 GB."""
+
+
+def test_activations_that_do_not_fit_are_not_left_out() -> None:
+    ledger, host = everything_on_the_host(recompute=False)
+    assert pytest.approx(3.83e9, rel=0.002) == LAYER
+    assert ledger.verdict == "does not fit"
+    assert ledger.terms["activations"] == pytest.approx(LAYERS * LAYER, rel=0.01)
+    assert ledger.terms["activations"] > 122e9
+    assert host.verdict == "fits"
+
+
+def test_with_recomputation_each_term_stands_for_itself() -> None:
+    ledger, host = everything_on_the_host(recompute=True)
+    checkpoints = 2 * SEQUENCE * BATCH * HIDDEN * LAYERS
+    terms = ledger.terms
+    assert terms["activations"] == pytest.approx(checkpoints, rel=0.2)
+    assert terms["activations"] > checkpoints == pytest.approx(2.15e9, rel=0.002)
+    assert terms["working"] > LAYER
+    layer = 12 * HIDDEN**2
+    assert terms["gathered"] > 2 * 2 * layer
+    assert terms["gradients"] > 2 * 4 * layer
+    for name in ("logits", "allocator gap", "context"):
+        assert terms[name] > 0.5e9 / 10
+    assert terms["optimizer"] == terms["parameters"] == 0
+    assert ledger.peak_bytes > 6e9
+    assert ledger.verdict == "fits"
+    assert all(name in ledger.table() for name in terms)
+    assert host.peak_bytes == pytest.approx(4 * 6.805e9 * (12 + 4 + 2), rel=0.005)
+
 
 # 6. Optimizer states that live on the host cost 12 B per parameter over the host link
 
 PARAMS = 300_000_000
 STATES = Amount(nbytes=12.0 * PARAMS)
-FETCHED = "F0 B0 ; H2D[states] <- B0 ; OPT <- H2D[states]"
-RESIDENT = "F0 B0 OPT"
+FETCHED = "F0 B0 REDUCE_GRAD ; H2D[states] <- REDUCE_GRAD ; OPT <- H2D[states]"
+RESIDENT = "F0 B0 REDUCE_GRAD OPT"
 
 
 def added(**machine: object) -> float:

@@ -1,0 +1,180 @@
+"""Memory of plans whose segments differ in what they recompute and what lives on the host.
+
+On the chip stand, of its segments: parameters, optimizer states and gradients of those that stay,
+and rings of buffers through which the others' parameters and gradients pass. In host memory, of
+each rank: optimizer states and landed gradients of the segments that the host updates, and a copy
+of the parameters wherever parameters or optimizer live there. Activations follow each segment's
+own recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from sim.cost.collective import places
+from sim.cost.memory import TERMS, MemoryKnobs, stage_memory_terms
+from sim.model.amounts import BlockTable, block_table, rank_params
+from sim.plan.placement import Cell, Segment
+from sim.plan.plan import Plan
+from sim.problem import Problem
+from sim.spec.job import Recompute
+
+__all__ = ["HostLedger", "host_ledgers", "segment_terms"]
+
+KnobsOf = Callable[[Plan, Cell], MemoryKnobs]
+HOST_TERMS = ("optimizer", "gradients", "parameters")
+
+
+class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of one node.
+
+    Args:
+        terms: name -> [B], of all its ranks. capacity_bytes: [B], 0 when unknown.
+    """
+
+    terms: dict[str, float]
+    capacity_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Sum of the terms [B]."""
+        return sum(self.terms.values())
+
+    @property
+    def verdict(self) -> str:
+        """One of "fits", "does not fit", "unknown"."""
+        if not self.capacity_bytes:
+            return "unknown" if self.peak_bytes else "fits"
+        return "fits" if self.peak_bytes <= self.capacity_bytes else "does not fit"
+
+
+class _Share(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one segment on one rank: held, and those it updates."""
+
+    segment: Segment
+    held: float
+    owned: float
+
+
+def _shares(plan: Plan, problem: Problem, cell: Cell, knobs: MemoryKnobs) -> list[_Share]:
+    """Segments of a cell with their parameters; a parameter shared by two counts with the first."""
+    seen: set[str] = set()
+    found = []
+    for s in plan.placement.segments:
+        if s.cell != cell.stage:
+            continue
+        blocks = problem.model.blocks[s.blocks[0] : s.blocks[1]]
+        dense, experts = rank_params(blocks, knobs.tp, knobs.ep)
+        for b in {b.shares: b for b in blocks if b.shares in seen}.values():
+            dense -= b.params / knobs.tp
+        seen |= {b.shares for b in blocks if b.shares}
+        owned = dense / knobs.shards + experts / max(1, knobs.shards // knobs.ep)
+        found.append(_Share(segment=s, held=dense + experts, owned=owned))
+    return found
+
+
+def segment_terms(
+    plan: Plan,
+    problem: Problem,
+    cell: Cell,
+    live: Sequence[Sequence[float]],
+    knobs: MemoryKnobs,
+) -> dict[str, float]:
+    """Return the terms of ``sim.cost.memory.TERMS`` on a cell's fullest rank.
+
+    Args:
+        plan, problem, cell: see there. knobs: of the cell.
+        live: maximal vectors of microbatches in flight per virtual stage of the cell.
+    """
+    job, placement = problem.job, plan.placement
+    accelerator = problem.machine.accelerators[cell.accelerator]
+    table = block_table(problem.model, job.sequence_length, job.activation_bytes)
+    stages = [s for s in placement.stages if s.cell == cell.stage]
+    shares = _shares(plan, problem, cell, knobs)
+    modes = {s.segment.recompute or cell.recompute for s in shares}
+    mode: Recompute = "full" if "full" in modes else "selective" if "selective" in modes else "none"
+    low, high = np.array([s.blocks for s in stages]).T
+    base = stage_memory_terms(
+        table,
+        job,
+        accelerator,
+        low,
+        high,
+        np.zeros(len(stages)),
+        msgspec.structs.replace(knobs, recompute=mode),
+    )
+    terms = {name: float(base[name]) for name in TERMS}
+    copied = terms["gradient copy"] > 0
+    away = [s.held for s in shares if "parameters" in s.segment.offload]
+    staying = sum(s.held for s in shares if "parameters" not in s.segment.offload)
+    updated = sum(s.owned for s in shares if "optimizer" not in s.segment.offload)
+    gradients = _gradients(plan, cell, shares)
+    terms["parameters"] = staying * job.param_bytes
+    terms["gathered"] = placement.parameter_buffers * max(away, default=0.0) * job.param_bytes
+    terms["optimizer"] = updated * job.optimizer_bytes
+    terms["gradients"] = gradients * job.gradient_bytes
+    terms["gradient copy"] = gradients * job.param_bytes if copied else 0.0
+    kept = {s.stage: 0.0 for s in stages}
+    for share in shares:
+        kept[share.segment.stage] += _kept(table, share.segment, cell, knobs)
+    tokens = knobs.microbatch * job.sequence_length / knobs.cp
+    sums = [sum(n * k for n, k in zip(v, kept.values(), strict=True)) for v in live]
+    terms["activations"] = max(sums, default=0.0) * tokens
+    fixed = ("allocator gap", "context")
+    allocated = sum(nbytes for name, nbytes in terms.items() if name not in fixed)
+    terms["allocator gap"] = accelerator.allocator_gap * allocated
+    return terms
+
+
+def _gradients(plan: Plan, cell: Cell, shares: Sequence[_Share]) -> float:
+    """Gradient elements on the chip at once: whole where microbatches add up or updates wait."""
+    placement = plan.placement
+    m = placement.microbatches[cell.replica] if placement.microbatches else 1
+    streamed = [s.held for s in shares if "optimizer" in s.segment.offload]
+    local = [s.held for s in shares if "optimizer" not in s.segment.offload]
+    if m > 1:
+        return sum(streamed) + sum(local)
+    ring = placement.gradient_buffers * max(streamed, default=0.0)
+    # An update is listed behind the next segment's backward where replicas reduce in between.
+    behind = 2 if placement.num_replicas > 1 or cell.cp > 1 else 1
+    rest = sum(local) if placement.late_updates else sum(sorted(local)[-behind:])
+    return min(ring, sum(streamed)) + rest
+
+
+def _kept(table: BlockTable, segment: Segment, cell: Cell, knobs: MemoryKnobs) -> float:
+    """Bytes per token that a segment's forward keeps."""
+    mode: Recompute = segment.recompute or cell.recompute
+    return float(table.kept_per_token(*segment.blocks, mode, knobs.tp, knobs.sequence_parallel))
+
+
+def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, HostLedger]:
+    """Return host memory of every node that holds something for its chips.
+
+    Args:
+        plan, problem: see there. knobs_of: sim.cost.ledger.knobs_of.
+    """
+    machine, job, placement = problem.machine, problem.job, plan.placement
+    where = places(machine).node
+    sums: dict[int, dict[str, float]] = {}
+    for cell in placement.cells:
+        for s in _shares(plan, problem, cell, knobs_of(plan, cell)):
+            if not s.segment.offload:
+                continue
+            states = s.owned if "optimizer" in s.segment.offload else 0.0
+            sizes = (
+                states * job.optimizer_bytes,
+                states * job.gradient_bytes,
+                s.held * job.param_bytes,
+            )
+            for rank in cell.ranks:
+                node = where[placement.chips[rank] if placement.chips else rank]
+                mine = sums.setdefault(node, dict.fromkeys(HOST_TERMS, 0.0))
+                for name, nbytes in zip(HOST_TERMS, sizes, strict=True):
+                    mine[name] += nbytes
+    return {
+        node: HostLedger(terms=terms, capacity_bytes=machine.nodes[node].host_memory_bytes)
+        for node, terms in sorted(sums.items())
+    }

@@ -1,0 +1,7 @@
+"""Offloading: what lives in host memory, and work that crosses the step boundary."""
+
+from __future__ import annotations
+
+from strategies.offload import autohete
+
+__all__ = ["autohete"]

@@ -1,0 +1,255 @@
+"""AutoHete: three integers say what is recomputed and what lives on the host, layer by layer.
+
+The first layers are recomputed and keep their parameters on the host, for they are used first and
+last in a step; the last layers have their optimizer there, for their gradients come first and
+their parameters are needed last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from sim.cost.host import update_bytes
+from sim.errors import InputError
+from sim.model.amounts import rank_params
+from sim.model.graph import Block
+from sim.plan.draft import OffloadKnobs, PlanDraft
+from sim.plan.placement import Segment
+from sim.plan.plan import Amount, Call, Table
+from sim.plan.schedules import explicit_order, positions
+from sim.problem import Problem
+from strategies.base import Space, draft_or_default, fill
+from strategies.offload.lowering import CLIPPING, SPECULATION, Clipping
+from strategies.registry import register
+
+__all__ = ["OFFLOAD", "AutoHete", "AutoHeteKnobs", "layer_segments"]
+
+INEXACT = {
+    "per-block": "gradients are clipped block by block",
+    "previous-norm": "gradients are clipped by the norm of the step before",
+}
+
+
+class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of ``offload``.
+
+    Args:
+        checkpointed: first layers that keep their inputs only.
+        parameters: first layers whose parameters live on the host.
+        optimizer: last layers whose optimizer states live, and are updated, there.
+        priority: the host's streams serve what the next forward needs first.
+        clipping: what an update waits for, see strategies.offload.lowering.CLIPPING.
+        whole_steps: a step begins when the one before has ended.
+        parameter_buffers, gradient_buffers: layers on their way, on each chip.
+        failure_rate: share of steps whose check fails ("speculate" only); assumed.
+    """
+
+    checkpointed: int = 0
+    parameters: int = 0
+    optimizer: int = 0
+    priority: bool = True
+    clipping: Clipping = "none"
+    whole_steps: bool = False
+    parameter_buffers: int = 2
+    gradient_buffers: int = 2
+    failure_rate: float = 0.01
+
+
+class AutoHete:
+    """Checkpointing, parameters and optimizer of each layer, and updates across the step."""
+
+    name = "offload"
+    axis = "offload"
+    paper = "AutoHete, arXiv:2503.01890, as a third-party digest describes it"
+    owns = frozenset(
+        {"cells.recompute", "passes", "barrier", "exact", "reason", "tables", "amounts"}
+        | {f"offload.{field}" for field in OffloadKnobs.__struct_fields__}
+    )
+    knobs = AutoHeteKnobs
+
+    def space(self, problem: Problem, draft: PlanDraft | None = None) -> Space[AutoHeteKnobs]:
+        """None, half and all of the layers for each integer, least on the host first.
+
+        fp16 skips a step whose gradients overflow, so its updates are speculated or wait.
+        """
+        given = draft_or_default(problem, draft)
+        why = _refused(problem, given)
+        if why:
+            return Space((), why)
+        n = problem.model.num_layers
+        sizes = sorted({0, n // 2, n})
+        ways: tuple[Clipping, ...] = ("speculate", "global") if _skips(problem) else ("none",)
+        found = [
+            AutoHeteKnobs(checkpointed=c, parameters=p, optimizer=o, clipping=way)
+            for way in ways
+            for o, p, c in itertools.product(sizes, repeat=3)
+            if not (p and given.data.zero)
+        ]
+        return Space(tuple(found))
+
+    def apply(self, problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> PlanDraft:
+        """Cut the stages into layers and say what of each lives on the host.
+
+        Raises:
+            InputError: an integer outside 0..layers, or a plan that the pass does not carry.
+        """
+        given = draft_or_default(problem, draft)
+        _check(problem, given, knobs)
+        segments = layer_segments(problem, given, knobs)
+        # Cells price the recomputation; segments that recompute nothing say so.
+        mode = "full" if knobs.checkpointed else "none"
+        cells = tuple(msgspec.structs.replace(c, recompute=mode) for c in given.cells)
+        reason = INEXACT.get(knobs.clipping, "")
+        args = {
+            "priority": knobs.priority,
+            "clipping": knobs.clipping,
+            "whole_steps": knobs.whole_steps,
+        }
+        return fill(
+            given,
+            self.name,
+            knobs,
+            cells=cells,
+            offload=OffloadKnobs(
+                segments=segments,
+                parameter_buffers=knobs.parameter_buffers,
+                gradient_buffers=knobs.gradient_buffers,
+                late_updates=knobs.clipping == "global",
+            ),
+            passes=(*given.passes, Call("offload", 1, args)),
+            barrier=knobs.whole_steps,
+            exact=not reason,
+            reason=reason,
+            tables=given.tables | _tables(knobs),
+            amounts=given.amounts | _amounts(problem, given, segments),
+        )
+
+
+def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> tuple[Segment, ...]:
+    """Return one segment per layer of every virtual stage; embedding and head stand apart."""
+    n, blocks = problem.model.num_layers, problem.model.blocks
+    cuts = draft.pipeline.cuts or (0, len(blocks))
+    num_positions = 1 + max(c.stage for c in draft.cells)
+    where = {v: v % num_positions for v in range(len(cuts) - 1)}
+    if draft.pipeline.order:
+        where = positions(explicit_order(draft.pipeline.order))
+    found = []
+    for stage, (low, high) in enumerate(itertools.pairwise(cuts)):
+        for layer, first, last in _layers(blocks, low, high):
+            inside = 0 <= layer < n
+            host = []
+            if inside and layer < knobs.parameters:
+                host.append("parameters")
+            if inside and layer >= n - knobs.optimizer:
+                host.append("optimizer")
+            found.append(
+                Segment(
+                    name=f"l{layer}" if inside else "embed" if layer < 0 else "head",
+                    stage=stage,
+                    cell=where[stage],
+                    blocks=(first, last),
+                    recompute="full" if inside and layer < knobs.checkpointed else "none",
+                    offload=tuple(host),  # type: ignore[arg-type]
+                )
+            )
+    return tuple(found)
+
+
+def _layers(blocks: tuple[Block, ...], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """(label, first, last + 1) of the runs of blocks with one label."""
+    for layer, run in itertools.groupby(range(low, high), key=lambda i: blocks[i].layer):
+        mine = list(run)
+        yield layer, mine[0], mine[-1] + 1
+
+
+def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
+    n = problem.model.num_layers
+    for field in ("checkpointed", "parameters", "optimizer"):
+        if not 0 <= getattr(knobs, field) <= n:
+            raise InputError(
+                "counts of layers lie between none and all",
+                key=f"offload.{field}",
+                found=str(getattr(knobs, field)),
+                expected=f"0 to {n}",
+            )
+    if min(knobs.parameter_buffers, knobs.gradient_buffers) < 1:
+        raise InputError("a ring has at least one buffer", key="offload", found="0", expected="1")
+    if not 0 <= knobs.failure_rate <= 1:
+        raise InputError(
+            "a rate of failures is a share",
+            key="offload.failure_rate",
+            found=str(knobs.failure_rate),
+            expected="0 to 1",
+        )
+    why = _refused(problem, draft)
+    if not why and knobs.parameters and draft.data.zero:
+        why = "ZeRO shards what the host would hold whole; offload the optimizer only"
+    if not why and _skips(problem) and knobs.clipping == "none":
+        others = " ".join(c for c in CLIPPING if c != "none")
+        raise InputError(
+            "fp16 skips a step whose gradients overflow, which no update may run ahead of",
+            key="offload.clipping",
+            found="none",
+            expected=others,
+        )
+    if why:
+        raise InputError(why, key="offload", expected="another plan, or nothing on the host")
+
+
+def _skips(problem: Problem) -> bool:
+    return problem.job.dtype == "fp16"
+
+
+def _refused(problem: Problem, draft: PlanDraft) -> str:
+    """Why the pass does not carry a draft, "" when it does."""
+    p = draft.pipeline
+    several = len({c.stage for c in draft.cells}) > 1
+    if draft.expert.ep > 1:
+        return "experts spread over replicas have gradients of their own groups"
+    if several and any(b.shares for b in problem.model.blocks):
+        return "a tied embedding on two positions is updated in two places"
+    if p.blocking_p2p or p.blocking_sends:
+        return "blocking transfers write the dependencies of whole stages"
+    if not all(problem.machine.nodes[k].pcie_rate for k in _nodes(problem, draft)):
+        return "a node has no link to host memory"
+    return ""
+
+
+def _nodes(problem: Problem, draft: PlanDraft) -> list[int]:
+    used = {c for cell in draft.cells for c in cell.chips}
+    return [n.index for n in problem.machine.nodes if used & set(range(*n.chips))]
+
+
+def _tables(knobs: AutoHeteKnobs) -> dict[str, Table]:
+    if knobs.clipping != "speculate":
+        return {}
+    rate = knobs.failure_rate
+    values = {"rollback": [rate], "forward": [1.0, 1.0 + rate]}
+    return {SPECULATION: Table(origin="file", values=values)}
+
+
+def _amounts(
+    problem: Problem, draft: PlanDraft, segments: tuple[Segment, ...]
+) -> dict[str, Amount]:
+    """What finding the norm and undoing and repeating a step's updates move in host memory."""
+    job = problem.job
+    found = {}
+    for position in {s.cell for s in segments}:
+        mine = [s for s in segments if s.cell == position and "optimizer" in s.offload]
+        cells = [c for c in draft.cells if c.stage == position]
+        tp, shards = min(c.tp for c in cells), len(cells) if draft.data.zero else 1
+        params = sum(
+            sum(rank_params(problem.model.blocks[s.blocks[0] : s.blocks[1]], tp)) for s in mine
+        )
+        stage = min(s.stage for s in segments if s.cell == position)
+        params /= shards
+        if mine:
+            found[f"{stage}HOST[norm]"] = Amount(nbytes=params * job.gradient_bytes)
+            found[f"{stage}HOST[rollback]"] = Amount(nbytes=2 * params * update_bytes(job))
+    return found
+
+
+OFFLOAD = register(AutoHete())
