@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,10 +16,13 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sim.errors import InputError, UsageError
 from sim.settings import read_settings
 
 __all__ = [
     "JsonOption",
+    "check_folder",
+    "check_output",
     "emit",
     "emit_text",
     "logger",
@@ -32,9 +37,23 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 logger = logging.getLogger("hetlab")
 
 
+class _ResultConsole(Console):
+    """Goes on working when the reader of the output has gone: files are still to be written."""
+
+    def on_broken_pipe(self) -> None:
+        _discard_stdout()
+
+
+def _discard_stdout() -> None:
+    """Send what is still to be printed nowhere, as after ``| head -1``."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def stdout_console() -> Console:
     """Return a console for results."""
-    return Console(
+    return _ResultConsole(
         file=sys.stdout, no_color=not read_settings().color, soft_wrap=False, emoji=False
     )
 
@@ -60,8 +79,51 @@ def emit(document: object, table_fn: Callable[[Console], None], as_json: bool) -
 
 def emit_text(text: str) -> None:
     """Print a text result (a file sent to ``-``, a grid) unchanged, with one final newline."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+
+
+def check_output(path: Path | None, option: str, endings: Sequence[str] = ()) -> None:
+    """Refuse a file that could not be written, before the work that leads to it.
+
+    Args:
+        path: None and "-" always pass. option: that named it. endings: allowed, () for all.
+
+    Raises:
+        UsageError: another ending. InputError: its folder is missing or read-only, or it is one.
+    """
+    if path is None or str(path) == "-":
+        return
+    if endings and not path.name.lower().endswith(tuple(endings)):
+        known = " ".join(endings)
+        raise UsageError(
+            f"{option} {path}: unknown picture format; the name ends in one of {known}"
+        )
+    if path.is_dir():
+        raise InputError(f"{option} names a folder", file=str(path), expected="a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{option}: no folder {path.parent} to write to", file=str(path))
+    _check_writable(path.parent, option)
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Refuse a folder that could not be made, before the work that leads to it.
+
+    Raises:
+        InputError: it is a file, lies in one, or may not be written to.
+    """
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise InputError(f"{option}: {existing} is a file", file=str(path), expected="a folder")
+    _check_writable(existing, option)
+
+
+def _check_writable(folder: Path, option: str) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{option}: may not write there", file=str(folder))
 
 
 def set_up_logging(level: int = logging.INFO) -> None:

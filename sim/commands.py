@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.cli_output import JsonOption, emit, logger, progress
-from sim.errors import HetlabError, InputError, ThresholdError, UsageError
+from sim.cli_output import JsonOption, check_output, emit, logger, progress
+from sim.errors import InputError, UsageError
+from sim.thresholds import fail_if, numbers_of, read_thresholds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sim.engine.faults import Fault
+    from sim.hardware.machine import Machine
     from sim.plan.plan import Plan
     from sim.problem import Problem
-    from sim.report.metrics import Metrics
-    from sim.spec.load import Source
 
-__all__ = ["fail_if", "faults_of", "numbers_of", "register"]
-
-_CONDITION = re.compile(r"\s*(?P<key>\w+)\s*(?P<op><=|>=|<|>)\s*(?P<value>\S.*?)\s*\Z")
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "<": lambda a, b: a < b,
-    ">": lambda a, b: a > b,
-    "<=": lambda a, b: a <= b,
-    ">=": lambda a, b: a >= b,
-}
-
-
-def fail_if(conditions: list[str], metrics: dict[str, float]) -> None:
-    """Refuse a result that meets one of the conditions.
-
-    Args:
-        conditions: "METRIC OP VALUE", e.g. "step_time>2s"; times may carry a unit.
-        metrics: name -> value in SI units.
-
-    Raises:
-        UsageError: a condition is malformed or names no metric. ThresholdError: one holds.
-    """
-    from sim.units import parse_quantity
-
-    for text in conditions:
-        match = _CONDITION.match(text)
-        if match is None:
-            raise UsageError(f"--fail-if {text}: expected METRIC<VALUE, e.g. step_time>2s")
-        names = [n for n in (match["key"], match["key"] + "_s") if n in metrics]
-        if not names:
-            known = " ".join(sorted(metrics))
-            raise UsageError(f"--fail-if {text}: no metric {match['key']}; one of {known}")
-        raw = match["value"]
-        is_number = re.fullmatch(r"[-+.\deE]+", raw) is not None
-        limit = float(raw) if is_number else parse_quantity(raw, "seconds")
-        if _COMPARE[match["op"]](metrics[names[0]], limit):
-            raise ThresholdError(f"{names[0]} is {metrics[names[0]]:.6g}: --fail-if {text} holds")
+__all__ = ["faults_of", "register"]
 
 
 def faults_of(stragglers: list[str], links: list[str], losses: list[str]) -> tuple[Fault, ...]:
@@ -100,14 +64,6 @@ def _numbers(text: str, pattern: str, expected: str) -> tuple[str, ...]:
     return match.groups()
 
 
-def numbers_of(metrics: Metrics) -> dict[str, float]:
-    """The metrics that are numbers, by name."""
-    import msgspec
-
-    values = msgspec.to_builtins(metrics)
-    return {k: v for k, v in values.items() if isinstance(v, int | float)}
-
-
 def register(app: typer.Typer) -> None:
     """Add ``simulate`` and ``check``."""
     app.command("simulate")(_simulate)
@@ -115,7 +71,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _simulate(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, - for stdin.")],
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the plan's generated tables.")] = 0,
     cluster: Annotated[str, typer.Option(help="Another cluster: a file or bundled name.")] = "",
@@ -139,14 +95,17 @@ def _simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a plan and print its metrics."""
+    from sim.checks import read_plan
     from sim.engine.simulate import simulate
-    from sim.plan.io import load_plan
-    from sim.plan.validate import validate
+    from sim.report.gantt import PICTURES
     from sim.report.report import report_of
     from sim.report.table import print_simulation
 
-    plan = load_plan(plan_file)
-    validate(plan)
+    read_thresholds(fail or ())
+    check_output(gantt, "--gantt", PICTURES)
+    check_output(trace, "--trace")
+    faults = faults_of(straggler or [], link or [], lose or [])
+    plan = read_plan(plan_file)
     problem = _problem_of(plan, str(plan_file), cluster)
     with progress(f"simulating {plan.name or plan_file.name}"):
         run = simulate(
@@ -156,7 +115,7 @@ def _simulate(
             fold=fold,
             contention=contention,
             overlap=overlap,
-            faults=faults_of(straggler or [], link or [], lose or []),
+            faults=faults,
             seed=seed,
         )
         report = report_of(run, problem)
@@ -171,6 +130,7 @@ def _simulate(
 
 def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:
     """The problem a plan carries, on another cluster when asked."""
+    from sim.checks import in_file
     from sim.problem import load_problem, problem_from_documents
 
     if not plan.problem:
@@ -181,7 +141,10 @@ def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:
             expected="a plan written by hetlab plan",
         )
     if not cluster:
-        return problem_from_documents(plan.problem)
+        try:
+            return problem_from_documents(plan.problem)
+        except InputError as error:
+            raise in_file(error, file) from None
     problem = load_problem(cluster, plan.problem["model"], plan.problem["job"])
     chips = plan.placement.chips or range(plan.placement.num_ranks)
     if max(chips, default=-1) >= problem.machine.num_chips:
@@ -191,7 +154,31 @@ def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:
             found=f"{problem.machine.num_chips} chips",
             expected=f"{max(chips) + 1}",
         )
+    _same_types(plan, problem.machine, cluster)
     return problem
+
+
+def _same_types(plan: Plan, machine: Machine, file: str) -> None:
+    """Refuse a cluster whose chips are not of the types the plan puts its ranks on."""
+    kinds = [n.accelerator for n in machine.nodes for _ in range(*n.chips)]
+    on = plan.placement.chips
+    for cell in plan.placement.cells:
+        for rank in cell.ranks if cell.accelerator else ():
+            chip = on[rank] if on else rank
+            if cell.accelerator not in kinds:
+                raise InputError(
+                    f"the plan uses {cell.accelerator}, this cluster has none",
+                    file=file,
+                    found=", ".join(dict.fromkeys(kinds)),
+                    expected="a cluster with the plan's chips, or a new plan for this one",
+                )
+            if kinds[chip] != cell.accelerator:
+                raise InputError(
+                    f"the plan puts rank {rank} on a {cell.accelerator}, which chip {chip} is not",
+                    file=file,
+                    found=kinds[chip],
+                    expected="the plan's chips in the plan's order, or a new plan for this cluster",
+                )
 
 
 def _check(
@@ -199,70 +186,18 @@ def _check(
     as_json: JsonOption = False,
 ) -> None:
     """Check cluster, model, job and plan files; every problem with file, line and key."""
-    found: list[dict[str, str]] = []
-    worst: HetlabError | None = None
-    for file in files:
-        try:
-            found.append({"file": str(file), "kind": _check_file(file), "error": ""})
-        except HetlabError as error:
-            found.append({"file": str(file), "kind": "", "error": str(error)})
-            worst = worst or error
+    from sim.checks import check_file
+
+    found = [check_file(file) for file in files]
 
     def show(console: Console) -> None:
         for row in found:
-            state = f"[green]ok[/] {row['kind']}" if not row["error"] else "[red]error[/]"
-            console.print(f"{row['file']}: {state}", highlight=False)
+            state = f"[green]ok[/] {row.kind}" if not row.error else "[red]error[/]"
+            console.print(f"{row.file}: {state}", highlight=False)
 
     emit({"files": found}, show, as_json)
     for row in found:
-        if row["error"]:
-            logger.error("%s", row["error"])
-    if worst is not None:
-        raise typer.Exit(worst.exit_code)
-
-
-def _check_file(file: Path) -> str:
-    """Check one file by what it is; returns the kind."""
-    from sim.hardware.build import build_machine
-    from sim.model.load import load_model_source
-    from sim.plan.io import load_plan
-    from sim.plan.validate import validate as validate_plan
-    from sim.problem import problem_from_documents
-    from sim.spec.cluster import ClusterDoc
-    from sim.spec.job import JobDoc
-    from sim.spec.load import read_source, validate
-
-    source = read_source(file)
-    kind = _kind_of(source)
-    if kind == "plan":
-        plan = load_plan(file)
-        validate_plan(plan)
-        if plan.problem:
-            problem_from_documents(plan.problem)
-    elif kind == "cluster":
-        build_machine(validate(ClusterDoc, source))
-    elif kind == "job":
-        validate(JobDoc, source)
-    else:
-        load_model_source(source)
-    return kind
-
-
-def _kind_of(source: Source) -> str:
-    """What a document is, by the keys only that kind has."""
-    signs = {
-        "plan": ("placement",),
-        "cluster": ("sites",),
-        "job": ("global_batch",),
-        "model": ("model_type", "text_config", "blocks", "architectures"),
-    }
-    for kind, keys in signs.items():
-        if any(k in source.data for k in keys):
-            return kind
-    raise InputError(
-        "neither a plan, a cluster, a job nor a model",
-        file=source.file,
-        line=1,
-        found="keys " + ", ".join(list(map(str, source.data))[:6]),
-        expected="one of " + ", ".join(k for keys in signs.values() for k in keys),
-    )
+        for problem in row.problems:
+            logger.error("%s", problem.text)
+    if any(row.error for row in found):
+        raise typer.Exit(InputError.exit_code)

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.cli_output import JsonOption, emit, emit_text, logger, progress, stderr_console
-from sim.commands import fail_if, numbers_of
+from sim.cli_output import (
+    JsonOption,
+    check_folder,
+    check_output,
+    emit,
+    emit_text,
+    logger,
+    progress,
+    stderr_console,
+)
 from sim.errors import UsageError
+from sim.thresholds import fail_if, numbers_of, read_thresholds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +40,13 @@ SetOption = Annotated[
     typer.Option("--set", help="Override a value: job.global_batch=512, cluster.PATH=..."),
 ]
 PinOption = Annotated[
-    list[str] | None, typer.Option("--pin", help="Take a knob out of the search: tp=8.")
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        help="Take a knob out of the search, one per --pin, e.g. tp=8. Numbers: tp pp dp ep "
+        "microbatch chunks zero. Names: schedule recompute orders families. Yes or no: "
+        "sequence_parallel split_backward scatter all_types. Several: accelerators=A,B.",
+    ),
 ]
 TopOption = Annotated[int, typer.Option(min=1, help="Plans that are simulated at the end.")]
 BudgetOption = Annotated[
@@ -57,6 +72,9 @@ def _plan(
     top: TopOption = 8,
     budget: BudgetOption = None,
     contention: Annotated[bool, typer.Option(help="Transfers share links.")] = True,
+    sub_groups: Annotated[
+        bool, typer.Option(help="Then let parts of a type choose sizes of their own.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate.")] = 1,
     store: Annotated[
         Path | None, typer.Option(help="Run table: known simulations are not repeated.")
@@ -68,8 +86,12 @@ def _plan(
 ) -> None:
     """Find the best plan for a cluster, a model and a job."""
     from sim.problem import load_problem
-    from strategies.search import search
+    from strategies.search import search, sub_grouped
+    from strategies.search.hetero_auto import SECONDS
 
+    read_thresholds(fail or ())
+    check_output(output, "--output")
+    check_output(store, "--store")
     problem = load_problem(cluster, model, job, overrides or ())
     with _shown() as show:
         result = search(
@@ -82,6 +104,17 @@ def _plan(
             contention=contention,
             n_jobs=jobs,
         )
+        if sub_groups:
+            result = sub_grouped(
+                result,
+                pins=_pins(pin),
+                top=top,
+                progress=show,
+                store=store,
+                contention=contention,
+                n_jobs=jobs,
+                seconds=SECONDS if budget is None else budget - result.wall_s,
+            )
     report, document = _report(result)
     to_stdout = str(output) == "-"
     if to_stdout:
@@ -104,6 +137,7 @@ def _demo(
     from sim.plan.io import save_plan
     from strategies.search import search
 
+    check_folder(folder, "--folder")
     problem = _demo_problem(cluster, model, job)
     with _shown() as show:
         result = search(problem, progress=show)
@@ -184,6 +218,8 @@ def _print(console: Console, document: PlanDocument, result: SearchResult) -> No
     console.print(f"bound by {result.binding}", highlight=False)
     if result.next_best:
         console.print(f"next best: {result.next_best}", highlight=False)
+    if result.sub_groups:
+        console.print(f"sub-groups: {result.sub_groups}", highlight=False)
     if result.stopped:
         console.print("the search was stopped early: this is the best found so far")
 

@@ -20,7 +20,7 @@ from sim.report.spans import Spans
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_gantt", "save_gantt"]
+__all__ = ["PICTURES", "draw_gantt", "save_gantt"]
 
 MAIN, THIN = (-0.36, 0.56), (0.25, 0.17)
 """(offset, height) of a row's compute bars and of its communication bars; the axis points down."""
@@ -167,6 +167,10 @@ def _furnish(
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=max(1, len(handles)), frameon=False,
         fontsize=7.5, handlelength=1.0, columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
+"""Endings of the formats a picture can have."""
 
 
 def save_gantt(run: Run, path: str | Path, *, spans: Spans | None = None) -> Path:

@@ -21,7 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sim.errors import InputError
 from sim.spec.fields import Doc
-from sim.spec.problems import dotted, input_errors
+from sim.spec.problems import dotted, input_errors, without
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -148,12 +148,25 @@ def validate(kind: type[D], source: Source) -> D:
 
 
 def problems_of(kind: type[Doc], source: Source) -> list[InputError]:
-    """Return everything wrong with a document, in file order; [] when it is valid."""
-    try:
-        kind.model_validate(source.data)
-    except ValidationError as error:
-        return input_errors(error.errors(include_url=False), source)
-    return []
+    """Return everything wrong with a document, in file order; [] when it is valid.
+
+    An unknown key stops the validation of its mapping: what else is wrong there shows without it.
+    """
+    data, found = source.data, list[Any]()
+    for _ in range(MAX_NODES):
+        try:
+            kind.model_validate(data)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        else:
+            break
+        unknown = [e for e in errors if e["type"] == "unknown_key"]
+        found += unknown or errors
+        if not unknown:
+            break
+        for e in unknown:
+            data = without(data, (*e["loc"], e["ctx"]["key"]))
+    return input_errors(found, source)
 
 
 def _parse_yaml(text: str, file: str) -> Any:

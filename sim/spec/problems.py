@@ -9,7 +9,7 @@ from sim.errors import InputError
 if TYPE_CHECKING:
     from sim.spec.load import Key, Source
 
-__all__ = ["dotted", "in_file_order", "input_errors"]
+__all__ = ["dotted", "in_file_order", "input_errors", "without"]
 
 _TYPE_NAMES = {
     "tuple_type": "a list",
@@ -20,6 +20,7 @@ _TYPE_NAMES = {
     "bool_type": "true or false",
     "int_type": "a whole number",
 }
+_MISSING = "a required key is missing"
 _NAMES_ONLY = {"accelerator": "accelerators"}
 """Keys that take a profile's name, where people write the profile itself."""
 
@@ -30,7 +31,28 @@ def input_errors(errors: list[Any], source: Source) -> list[InputError]:
     Args:
         errors: of ``ValidationError.errors``. source: what was validated.
     """
-    return in_file_order([_to_input_error(e, source) for e in _leaves(errors)])
+    found = in_file_order([_to_input_error(e, source) for e in _leaves(errors)])
+    misspelt = [(p.key.rpartition(".")[0], p.message) for p in found]
+    return [p for p in found if not _is_misspelt(p, misspelt)]
+
+
+def _is_misspelt(problem: InputError, unknown: list[tuple[str, str]]) -> bool:
+    """A missing key that an unknown key of the same mapping most likely stands for."""
+    parent, _, name = problem.key.rpartition(".")
+    return problem.message == _MISSING and any(
+        where == parent and message.endswith(f"nearest valid key is {name}")
+        for where, message in unknown
+    )
+
+
+def without(data: Any, key: Key) -> Any:
+    """A copy of plain data that lacks one key."""
+    head, rest = key[0], key[1:]
+    if isinstance(data, dict):
+        if not rest:
+            return {k: v for k, v in data.items() if k != head}
+        return {k: without(v, rest) if k == head else v for k, v in data.items()}
+    return [without(v, rest) if i == head else v for i, v in enumerate(data)]
 
 
 def in_file_order(problems: list[InputError]) -> list[InputError]:
@@ -46,7 +68,7 @@ def dotted(key: Key) -> str:
 
 def _leaves(errors: list[Any]) -> list[Any]:
     """Drop what only follows from a problem further down, e.g. a list left empty by a bad entry."""
-    keys = [tuple(e["loc"]) for e in errors]
+    keys = [_key_of(e) for e in errors]
     return [
         e
         for e, key in zip(errors, keys, strict=True)
@@ -54,15 +76,19 @@ def _leaves(errors: list[Any]) -> list[Any]:
     ]
 
 
+def _key_of(error: Any) -> Key:
+    """Pydantic puts an unknown key on its mapping."""
+    key = tuple(error["loc"])
+    return (*key, error["ctx"]["key"]) if error["type"] == "unknown_key" else key
+
+
 def _to_input_error(error: Any, source: Source) -> InputError:
     context = error.get("ctx", {})
-    key = tuple(error["loc"])
-    found = error["input"]
-    if error["type"] == "unknown_key":
-        key, found = (*key, context["key"]), ""
+    key = _key_of(error)
+    found = "" if error["type"] == "unknown_key" else error["input"]
     message, expected = error["msg"], str(context.get("expected", ""))
     if error["type"] == "missing":
-        message, found = "a required key is missing", ""
+        message, found = _MISSING, ""
     elif error["type"] == "literal_error":
         message = "not one of the choices"
     elif error["type"] == "too_short":

@@ -80,9 +80,23 @@ def test_all_problems_can_be_had():
     found = problems_of(Outer, source)
     assert [(p.file, p.line, p.key) for p in found] == [
         ("f.yaml", 1, "name"),
+        ("f.yaml", 3, "parts.0.memory"),
         ("f.yaml", 4, "parts.0.size"),
     ]
     assert problems_of(Outer, parse_text(GOOD)) == []
+
+
+def test_unknown_keys_hide_nothing():
+    text = "nam: x\nparts:\n  - {memory: 1 GB, size: 2, cuont: 3}\n  - {memory: 1, x: 2}\nzzz: 1\n"
+    found = problems_of(Outer, parse_text(text, "f.yaml"))
+    assert [(p.line, p.key) for p in found] == [
+        (1, "nam"),
+        (3, "parts.0.size"),
+        (3, "parts.0.cuont"),
+        (4, "parts.1.x"),
+        (4, "parts.1.memory"),
+        (5, "zzz"),
+    ]
 
 
 def test_what_an_option_set_is_blamed_on_the_option():
