@@ -76,13 +76,17 @@ class Board:
         self.incumbent = Incumbent(keep)
         self.firsts: dict[bytes, tuple[float, Slab]] = {}
 
-    def late(self) -> bool:
+    def late(self, found: bool = False) -> bool:
         """Whether the deadline has passed; nothing new is started then.
 
-        While no plan has been found the search goes on, for ``GRACE_S`` at most.
+        While no plan has been found the search goes on, for ``GRACE_S`` at most; unless what it
+        has to beat is known.
+
+        Args:
+            found: a plan is known that this board does not hold.
         """
-        past = time.monotonic() - self.deadline
-        if past > (0.0 if self.firsts else GRACE_S):
+        found = found or bool(self.firsts) or self.incumbent.seeded
+        if time.monotonic() - self.deadline > (0.0 if found else GRACE_S):
             self.stopped = True
         return self.stopped
 

@@ -48,9 +48,9 @@ def estimate(shape: Shape, times: StageTimes, sync: Sync) -> Floats:
     Behind the first round trip come m - 1 times the slowest stage's work, or, where that is more,
     a round trip behind stage s for every P - s microbatches, which is what 1F1B keeps in flight
     there; stage s ends earlier than stage 0 by the backward passes before it. For the interleaved
-    schedule the first round trip is that of one chunk and the work a position's on all chunks. Gradient sums,
-    the sum of a tied embedding, queues at NICs and updates follow as in the exact recurrence. Not
-    a bound in either direction; used to rank, never to exclude.
+    schedule the first round trip is that of one chunk and the work a position's on all chunks.
+    Gradient sums, the sum of a tied embedding, queues at NICs and updates follow as in the exact
+    recurrence. No bound in either direction; it ranks.
     """
     forward, backward, weight, down, up = _passes(shape, times)
     own = forward + backward + weight

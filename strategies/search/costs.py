@@ -27,10 +27,12 @@ class Costs:
 
     Attributes:
         passes: per way to run layers. wires: communication.
+        in_step: equal messages share the links they cross, unless a call says otherwise.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, in_step: bool = True) -> None:
         self.problem = problem
+        self.in_step = in_step
         self.passes = Passes(problem)
         self.wires = Wires(problem.machine)
         self._last: tuple[object, Grid] | None = None
@@ -165,13 +167,13 @@ class Costs:
             gathers=(tp > 1) & (not slab.knobs.sequence_parallel),
         )
 
-    def times(self, slab: Slab, in_step: bool = True) -> StageTimes:
+    def times(self, slab: Slab, in_step: bool | None = None) -> StageTimes:
         """Passes and transfers.
 
         Args:
-            slab: candidates with layers.
-            in_step: equal messages share the links they cross; False gives each its own.
+            slab: candidates with layers. in_step: None for ``self.in_step``.
         """
+        in_step = self.in_step if in_step is None else in_step
         send_f, send_b, gather_f, gather_b = self._boundaries(slab, in_step)
         return msgspec.structs.replace(
             self.compute_only(slab),
@@ -217,7 +219,11 @@ class Costs:
     # -- after the passes -----------------------------------------------------------------------
 
     def sync(
-        self, slab: Slab, in_step: bool = True, exact: bool = True, shards: int | None = None
+        self,
+        slab: Slab,
+        in_step: bool | None = None,
+        exact: bool = True,
+        shards: int | None = None,
     ) -> Sync:
         """Gradient sums, updates and gathered parameters.
 
@@ -226,6 +232,7 @@ class Costs:
             exact: price every size of a collective; False interpolates between a few of them.
             shards: replicas that share optimizer states, when they are more than the slab's.
         """
+        in_step = self.in_step if in_step is None else in_step
         job, passes = self.problem.job, self.passes
         ways, stage = self.ways_of_stages(slab)
         low, high = slab.ranges()

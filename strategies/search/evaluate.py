@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import numpy as np
-
 from strategies.search.board import Board, Effort, Progress
 from strategies.search.costs import Costs
 from strategies.search.options import Choices, knobs_for, screening_knobs

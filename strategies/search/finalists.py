@@ -47,6 +47,7 @@ def play(
     n_jobs: int = 1,
     store: RunTable | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    late: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[Finalist, Contender]], bool]:
     """Simulate contenders and sort them by what is minimised; Ctrl-C keeps what is known.
 
@@ -57,6 +58,7 @@ def play(
         problem: what they are for. contenders: candidates, best estimate first.
         top: fewest to simulate. contention: transfers share links. n_jobs: processes.
         store: known step times. progress: called with (what, done, of how many).
+        late: True when no other plan than the one in progress may be simulated.
 
     Returns:
         Finalists, best first, each with its contender; and whether the search ran to its end.
@@ -69,7 +71,7 @@ def play(
         batch = [c for c in batch if c.estimate_s * c.price < best]
         if not batch:
             break
-        more, complete = _play(problem, batch, contention, n_jobs, store)
+        more, complete = _play(problem, batch, contention, n_jobs, store, late)
         found += more
         first += top
         if progress is not None:
@@ -84,6 +86,7 @@ def _play(
     contention: bool,
     n_jobs: int,
     store: RunTable | None,
+    late: Callable[[], bool],
 ) -> tuple[list[tuple[Finalist, Contender]], bool]:
     plans = [lower(problem, c.draft) for c in contenders]
     keys = [run_key(problem.hash, p.hash, p.version, contention=contention) for p in plans]
@@ -95,6 +98,9 @@ def _play(
             known[i] = took
             if store is not None:
                 store.put(keys[i], plans[i].name, took)
+            if late():
+                complete = False
+                break
     except KeyboardInterrupt:
         complete = False
     found = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,14 +18,17 @@ import msgspec
 from sim.errors import InfeasibleError
 from sim.problem import Problem
 from strategies.search.board import Effort, Progress
-from strategies.search.pools import Pool, pools_of, split_pool
+from strategies.search.pools import Pool, split_pool
 from strategies.search.result import SearchResult
 from strategies.search.search import search
+from strategies.search.store import RunTable
 
-__all__ = ["hetero_auto", "sub_groupings"]
+__all__ = ["hetero_auto", "sub_grouped", "sub_groupings"]
 
 SHARES = (2, 4)
 """A type's nodes are cut in halves, and in a quarter and the rest, both ways round."""
+SECONDS = 120.0
+"""How long stage 2 may take [s]."""
 
 
 def sub_groupings(pools: tuple[Pool, ...]) -> list[tuple[Pool, ...]]:
@@ -44,6 +48,79 @@ def sub_groupings(pools: tuple[Pool, ...]) -> list[tuple[Pool, ...]]:
     return found
 
 
+def sub_grouped(
+    first: SearchResult,
+    *,
+    pins: Mapping[str, Any] | None = None,
+    top: int = 8,
+    progress: Progress | None = None,
+    store: RunTable | str | Path | None = None,
+    contention: bool = True,
+    effort: Effort | None = None,
+    n_jobs: int = 1,
+    seconds: float = SECONDS,
+) -> SearchResult:
+    """Refine a pipeline by sub-groups of its types: stage 2.
+
+    Args:
+        first: what a search found; its replicas and the order of its types are kept.
+        pins, top, progress, store, contention, effort, n_jobs: as for ``search``.
+        seconds: [s] after which no other way to cut the types is begun.
+
+    Returns:
+        The better of both stages, with space, evaluated and wall time of both together, and in
+        ``sub_groups`` what was tried and what it gave.
+    """
+    began = time.monotonic()
+    if not first.pools:
+        return msgspec.structs.replace(first, sub_groups="none tried: replicas are unlike")
+    fixed = {
+        **(pins or {}),
+        "families": "pipeline", "all_types": True, "orders": "memory",
+        "dp": first.plan.placement.num_replicas,
+    }  # fmt: skip
+    groupings = sub_groupings(first.pools)
+    best, results, tried = first, [first], 0
+    for grouping in groupings:
+        left = seconds - (time.monotonic() - began)
+        if left <= 0:
+            break
+        tried += 1
+        try:
+            found = search(
+                first.problem,
+                budget=left,
+                pins=fixed,
+                top=top,
+                progress=progress,
+                store=store,
+                contention=contention,
+                effort=effort,
+                pools=grouping,
+                incumbent=best.finalists[0].score,
+                n_jobs=n_jobs,
+            )
+        except InfeasibleError:
+            continue  # nothing in this grouping beats the incumbent, or fits
+        results.append(found)
+        if found.finalists[0].score < best.finalists[0].score:
+            best = found
+    gain = 100 * (1 - best.finalists[0].score / first.finalists[0].score)
+    took = time.monotonic() - began
+    return msgspec.structs.replace(
+        best,
+        space=sum(r.space for r in results),
+        evaluated=sum(r.evaluated for r in results),
+        exact=sum(r.exact for r in results),
+        bound_s=min(r.bound_s for r in results),
+        wall_s=first.wall_s + took,
+        next_best=best.next_best or first.next_best,
+        stopped=first.stopped or tried < len(groupings),
+        sub_groups=f"{tried} of {len(groupings)} ways to cut the types tried in {took:.1f} s, "
+        + (f"{gain:.2f} % better" if gain > 0 else "none is better"),
+    )
+
+
 def hetero_auto(
     problem: Problem,
     *,
@@ -52,12 +129,13 @@ def hetero_auto(
     progress: Progress | None = None,
     contention: bool = True,
     effort: Effort | None = None,
+    seconds: float = SECONDS,
 ) -> SearchResult:
     """Find the best pipeline over all accelerator types in H2's two stages.
 
     Args:
         problem: cluster, model, job. pins: as for ``search``; they hold in both stages.
-        top, progress, contention, effort: as for ``search``.
+        top, progress, contention, effort: as for ``search``. seconds: [s] of stage 2.
 
     Returns:
         The better of both stages; space, evaluated and wall time are of both together.
@@ -65,36 +143,11 @@ def hetero_auto(
     Raises:
         InfeasibleError: no pipeline over all types fits.
     """
-    began = time.monotonic()
     fixed = {"families": "pipeline", "all_types": True, "orders": "memory", **(pins or {})}
-    pools = pools_of(problem.machine)
     first = search(
         problem, pins=fixed, top=top, progress=progress, contention=contention, effort=effort
     )
-    best, results = first, [first]
-    replicas = first.plan.placement.num_replicas
-    for grouping in sub_groupings(pools):
-        try:
-            found = search(
-                problem,
-                pins={**fixed, "dp": replicas},
-                top=top,
-                progress=progress,
-                contention=contention,
-                effort=effort,
-                pools=grouping,
-                incumbent=best.finalists[0].score,
-            )
-        except InfeasibleError:
-            continue  # nothing in this grouping beats the incumbent, or fits
-        results.append(found)
-        if found.finalists[0].score < best.finalists[0].score:
-            best = found
-    return msgspec.structs.replace(
-        best,
-        space=sum(r.space for r in results),
-        evaluated=sum(r.evaluated for r in results),
-        exact=sum(r.exact for r in results),
-        bound_s=min(r.bound_s for r in results),
-        wall_s=time.monotonic() - began,
-    )
+    return sub_grouped(
+        first, pins=pins, top=top, progress=progress, contention=contention, effort=effort,
+        seconds=seconds,
+    )  # fmt: skip

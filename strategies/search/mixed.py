@@ -50,7 +50,7 @@ def common_layers(costs: Costs, slabs: list[Slab]) -> Ints | None:
 
 
 def mixed_seconds(costs: Costs, placed: list[Slab]) -> float:
-    """Exact step time [s]: every pool's passes, then one sum over all replicas."""
+    """Step time [s]: every pool's passes, then one sum over all replicas."""
     ready = [run_pipeline(s.shape, costs.times(s)) for s in placed]
     gradient = np.maximum.reduce([r.gradient for r in ready])
     sums = [costs.sync(s, shards=sum(x.dp for x in placed)) for s in placed]
@@ -74,6 +74,7 @@ def _sums(costs: Costs, placed: list[Slab]) -> tuple[Floats, Floats]:
     stages = placed[0].num_stages
     zero, job = placed[0].knobs.zero, problem.job
     fine = max(int(s.tp[0, 0]) for s in placed)
+    share = fine if costs.in_step else 1
     dense, experts = passes.table.rank_params(passes.starts[low], passes.starts[high], fine, 1)
     reduce, unshard = np.zeros((1, stages)), np.zeros((1, stages))
     for p in range(stages):
@@ -82,11 +83,11 @@ def _sums(costs: Costs, placed: list[Slab]) -> tuple[Floats, Floats]:
         kind = "reduce_scatter" if zero else "all_reduce"
         width = elements * dtype_bytes(job.reduction_dtype)
         machine = problem.machine
-        reduce[0, p] = collective_cost(machine, kind, chips, width, share=fine).seconds
+        reduce[0, p] = collective_cost(machine, kind, chips, width, share=share).seconds
         if zero:
             nbytes = elements * job.param_bytes
             unshard[0, p] = collective_cost(
-                machine, "all_gather", chips, nbytes, share=fine
+                machine, "all_gather", chips, nbytes, share=share
             ).seconds
     return reduce, unshard
 
@@ -102,6 +103,8 @@ def _cells(placed: list[Slab], stage: int) -> list[tuple[int, ...]]:
 
 def _queued(costs: Costs, placed: list[Slab]) -> NDArray[np.bool_]:
     """Where the sums of a stage leave through a NIC of the next stage's, shape (1, P)."""
+    if not costs.in_step:
+        return np.zeros((1, placed[0].num_stages), np.bool_)
     nics = [costs.wires.nics(_cells(placed, p)) for p in range(placed[0].num_stages)]
     found = [hold_up(a, b) for a, b in itertools.pairwise(nics)]
     return np.array([[*found, False]])

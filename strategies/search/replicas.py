@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ def search_replicas(
     incumbent: float,
     keep: int,
     pruned: Counter[str],
+    late: Callable[[bool], bool] = lambda found: False,
 ) -> tuple[list[MixedPlan], int, int]:
     """The best plans of this family.
 
@@ -58,6 +59,7 @@ def search_replicas(
         costs: of the problem. pools, choices: what may be used.
         incumbent: [s] structures whose bound is above are cut ("bound").
         keep: how many to return. pruned: counts by rule, updated.
+        late: asked now and then, with whether a plan has been found; True ends the search.
 
     Returns:
         Plans, best first; how many structures there are; how many were evaluated.
@@ -69,11 +71,15 @@ def search_replicas(
     promising: list[_Start] = []
     tails: dict[object, float] = {}
     for per_pool in _families(costs, pools, choices):
+        if late(bool(promising)):
+            break
         size, found = _starts(costs, per_pool, incumbent, tails, pruned)
         space += size
         promising += found
     promising.sort(key=lambda s: s.least)
     for done, start in enumerate(promising):
+        if late(bool(coarse)):
+            break
         limit = min(incumbent, coarse[keep - 1][0] if len(coarse) >= keep else math.inf)
         if start.least > limit or done >= MOST_IN_ALL:
             pruned["bound" if start.least > limit else "beam"] += len(promising) - done
@@ -84,6 +90,8 @@ def search_replicas(
         coarse = sorted(coarse, key=lambda c: c[0])[: 2 * keep]
     best: list[MixedPlan] = []
     for _, parts, bound in coarse:
+        if late(bool(best)):
+            break
         plans = _plans(costs, parts, choices, bound, Counter(), all_of_them=True)
         evaluated += len(plans)
         best += sorted(plans, key=lambda p: p.seconds)[:2]

@@ -7,6 +7,7 @@ import msgspec
 from sim.engine.simulate import Run
 from sim.plan.plan import Plan
 from sim.problem import Problem
+from strategies.search.pools import Pool
 
 __all__ = ["Finalist", "SearchResult"]
 
@@ -45,6 +46,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
             the budget or by Ctrl-C.
         binding: which constraint bound the plan, in words. next_best: what the best plan of
             another structure gives up, in words, or "".
+        pools: of the best plan, in the order of stages; () for unlike replicas.
+        sub_groups: what sub-groups of a type were tried and gave, in words, or "".
     """
 
     problem: Problem
@@ -62,6 +65,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     stopped: bool
     binding: str
     next_best: str
+    pools: tuple[Pool, ...] = ()
+    sub_groups: str = ""
 
     @property
     def step_time_s(self) -> float:

@@ -131,7 +131,7 @@ def compute_bound(costs: Costs, slab: Slab) -> Floats:
 
 
 def exact_times(
-    costs: Costs, slabs: list[Slab], incumbent: float = math.inf, *, in_step: bool = True
+    costs: Costs, slabs: list[Slab], incumbent: float = math.inf, *, in_step: bool | None = None
 ) -> list[Floats]:
     """Exact step times [s] of candidates with layers; plans of one shape are run together.
 

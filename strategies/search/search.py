@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sim.engine.simulate import simulate
-from sim.errors import InfeasibleError
+from sim.errors import HetlabError, InfeasibleError, UsageError
 from sim.problem import Problem
+from strategies.search.board import Effort, Progress
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
-from strategies.search.board import Effort, Progress
 from strategies.search.evaluate import Evaluator
 from strategies.search.finalists import Contender, play
 from strategies.search.mixed import MixedPlan, draft_of_mixed
@@ -68,15 +70,17 @@ def search(
     Raises:
         InfeasibleError: nothing fits, or not within the job's step time; names the cell that is
             short, by how much, and the cheapest change.
-        UsageError: an unknown pin.
+        UsageError: an unknown pin, or a budget that ended before any plan was found.
+        HetlabError: Ctrl-C before any plan was found.
     """
     began = time.monotonic()
     choices = choices_of(problem, pins)
-    effort = effort or Effort()
-    costs = Costs(problem)
+    costs = Costs(problem, in_step=contention)
     chosen = pools if pools is not None else pools_of(problem.machine, choices.accelerators)
     deadline = began + budget if budget is not None else math.inf
-    evaluator = Evaluator(costs, choices, effort, top, deadline=deadline, progress=progress)
+    evaluator = Evaluator(
+        costs, choices, effort or Effort(), top, deadline=deadline, progress=progress
+    )
     if incumbent is not None:
         evaluator.incumbent.seed(incumbent)
     if choices.families != "replicas":
@@ -84,22 +88,54 @@ def search(
     mixed = _replicas(evaluator, chosen, top)
     contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
     if not contenders:
-        if incumbent is not None:
-            raise InfeasibleError(f"no plan beats {incumbent:.6g}", "the incumbent")
-        raise infeasible(costs, chosen, choices)
-    table = RunTable(store) if isinstance(store, str | Path) else store
+        raise _nothing(evaluator, chosen, time.monotonic() - began, budget, incumbent)
     played, complete = play(
         problem,
         [c for c, _ in contenders],
         top,
         contention=contention,
         n_jobs=n_jobs,
-        store=table,
+        store=RunTable(store) if isinstance(store, str | Path) else store,
         progress=progress,
+        late=lambda: evaluator.late(found=True),
     )
+    evaluator.stopped |= not complete
+    _check_limit(problem, played[0][0])
+    slab = next(slab for contender, slab in contenders if contender is played[0][1])
+    found = _result(evaluator, mixed, played, slab, contention)
+    return msgspec.structs.replace(found, wall_s=time.monotonic() - began)
+
+
+def _nothing(
+    evaluator: Evaluator,
+    pools: tuple[Pool, ...],
+    took: float,
+    budget: float | None,
+    incumbent: float | None,
+) -> HetlabError:
+    """Why there is no plan: nothing better, no time, or nothing that fits."""
+    if incumbent is not None:
+        return InfeasibleError(f"no plan beats {incumbent:.6g}", "the incumbent")
+    if not evaluator.stopped:
+        return infeasible(evaluator.costs, pools, evaluator.choices)
+    if budget is not None and took > budget:
+        return UsageError(
+            f"the budget of {budget:g} s ended before a plan was found, after {took:.0f} s; "
+            f"give at least {2 * took:.0f} s, or pin a knob"
+        )
+    return HetlabError("stopped before a plan was found")
+
+
+def _result(
+    evaluator: Evaluator,
+    mixed: list[MixedPlan],
+    played: list[tuple[Finalist, Contender]],
+    slab: Slab | None,
+    contention: bool,
+) -> SearchResult:
+    """Put down what was found; ``slab`` is the winner, None for unlike replicas."""
     best, winner = played[0]
-    _check_limit(problem, best)
-    slab = next(slab for contender, slab in contenders if contender is winner)
+    problem = evaluator.costs.problem
     return SearchResult(
         problem=problem,
         plan=best.plan,
@@ -109,23 +145,25 @@ def search(
         evaluated=evaluator.evaluated,
         exact=evaluator.exact,
         pruned={k: v for k, v in sorted(evaluator.pruned.items()) if v},
-        wall_s=time.monotonic() - began,
+        wall_s=0.0,
         bound_s=min([evaluator.bound, *(m.bound for m in mixed)]),
         plan_bound_s=winner.plan_bound_s,
         whole=evaluator.whole,
-        stopped=evaluator.stopped or not complete,
+        stopped=evaluator.stopped,
         binding=(
-            binding_constraint(costs, slab, winner.estimate_s)
+            binding_constraint(evaluator.costs, slab, winner.estimate_s)
             if slab is not None
             else "compute of the replicas, and their gradient sum"
         ),
         next_best=_next_best(played, winner),
+        pools=slab.pools if slab is not None else (),
     )
 
 
 def _replicas(evaluator: Evaluator, pools: tuple[Pool, ...], top: int) -> list[MixedPlan]:
     """The second family, unless the first was cut short or is all that is asked for."""
-    if evaluator.choices.families == "pipeline" or evaluator.stopped:
+    stopped = evaluator.stopped and evaluator.firsts
+    if evaluator.choices.families == "pipeline" or stopped:
         return []
     try:
         mixed, space, evaluated = search_replicas(
@@ -135,6 +173,7 @@ def _replicas(evaluator: Evaluator, pools: tuple[Pool, ...], top: int) -> list[M
             evaluator.incumbent.value,
             top,
             evaluator.pruned,
+            evaluator.late,
         )
     except KeyboardInterrupt:
         evaluator.stopped = True

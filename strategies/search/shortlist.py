@@ -20,11 +20,12 @@ class Incumbent:
     """The k smallest scores of different plans; a plan that comes again is not counted again.
 
     Attributes:
-        size: k. scores: ascending.
+        size: k. scores: ascending. seeded: True when there is a score to beat.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.seeded = False
         self.scores: list[float] = []
         self._known: set[bytes] = set()
 
@@ -36,6 +37,7 @@ class Incumbent:
     def seed(self, score: float) -> None:
         """Only what beats this score is of interest."""
         self.scores = [score] * self.size
+        self.seeded = True
 
     def add(self, scores: Floats, slab: Slab) -> None:
         """Take note of the exact scores of a slab's plans, shape (n,)."""

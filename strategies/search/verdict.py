@@ -136,6 +136,12 @@ def infeasible(costs: Costs, pools: tuple[Pool, ...], choices: Choices) -> Infea
             _pins_in_words(choices) or "divisibility",
         )
     short, where, plan, share = found
+    if short <= 0:
+        return InfeasibleError(
+            f"no plan of {problem.model.name} on {problem.machine.name} keeps all pins; memory is "
+            f"not what is short, {plan} would fit",
+            _pins_in_words(choices) or "divisibility",
+        )
     change = _change(costs, pools, choices) or (
         f"{100 * (share - 1):.0f} % more memory there, or more chips of its type"
     )
@@ -148,7 +154,7 @@ def infeasible(costs: Costs, pools: tuple[Pool, ...], choices: Choices) -> Infea
 
 def _pins_in_words(choices: Choices) -> str:
     free = Choices()
-    names = ("tp", "pp", "dp", "ep", "microbatch", "schedule", "recompute", "zero")
+    names = Choices.__struct_fields__
     set_ = [f"{n}={getattr(choices, n)}" for n in names if getattr(choices, n) != getattr(free, n)]
     return "pins " + " ".join(set_) if set_ else ""
 

@@ -31,6 +31,7 @@ from strategies.search.evaluate import Evaluator
 from strategies.search.mixed import MixedPlan, draft_of_mixed, mixed_seconds
 from strategies.search.options import choices_of
 from strategies.search.pools import pools_of
+from strategies.search.recurrence import step_times
 from strategies.search.screen import by_stages, exact_times, place_layers, rough_times
 from strategies.search.slab import Knobs, Slab, structure_key
 from strategies.search.space import blocks_of
@@ -281,7 +282,7 @@ def test_the_estimate_is_close_to_the_exact_time(tied: bool) -> None:
                 placed = place_layers(costs, slab.with_knobs(knobs), Counter())
                 if len(placed):
                     ratio = rough_times(costs, placed) / exact_times(costs, [placed])[0]
-                    assert 0.85 < ratio.min() and ratio.max() < 1.15
+                    assert ratio.min() > 0.85 and ratio.max() < 1.15
                     checked += len(placed)
     assert checked > 20
 
@@ -526,3 +527,65 @@ def test_budget_and_ctrl_c_return_the_best_so_far(monkeypatch: pytest.MonkeyPatc
     assert found.stopped and "knobs" in seen
     assert found.step_time_s >= full.step_time_s * (1 - 1e-9)
     assert not full.stopped
+
+
+def test_a_tiny_budget_still_gives_a_plan() -> None:
+    for problem in (
+        small(THREE, layers=6, batch=8),
+        load_problem("v100_t4", "gpt2_355m", "v100_t4"),
+    ):
+        found = search(problem, budget=0.0, effort=Effort(exhaustive=0))
+        assert found.stopped
+        assert [f.simulated for f in found.finalists].count(True) == 1
+        assert found.finalists[0].simulated
+        assert found.step_time_s == pytest.approx(simulate(found.plan, problem).makespan)
+
+
+@pytest.mark.parametrize("families", ["pipeline", "both"])
+def test_a_budget_that_ends_before_any_plan_is_no_infeasibility(
+    families: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.search.board.GRACE_S", -1.0)
+    monkeypatch.setattr("strategies.search.evaluate.enumerate_block", lambda *_: None)
+    problem = small([{"profile": "p3_8xlarge", "chips": 2}], layers=4, batch=4)
+    with pytest.raises(UsageError, match="budget of 0 s ended before a plan was found") as caught:
+        search(problem, budget=0.0, pins={"families": families})
+    assert caught.value.exit_code == 2 and "give at least" in str(caught.value)
+
+
+def test_pins_that_exclude_one_another_are_no_lack_of_memory() -> None:
+    problem = small([{"profile": "p3_8xlarge", "chips": 2}], layers=4, batch=4)
+    with pytest.raises(InfeasibleError, match="keeps all pins") as caught:
+        search(problem, pins={"families": "replicas"})
+    text = str(caught.value)
+    assert "short of" not in text and "families=replicas" in text
+
+
+def test_sums_that_leave_through_one_nic_wait_for_one_another() -> None:
+    """Two stages of dp 2 on two nodes: all four sums leave through the same two NICs."""
+    nodes = [{"profile": "g4dn_12xlarge", "count": 2}]
+    problem = small(nodes, layers=4, batch=4)
+    pool = pools_of(problem.machine)[0]
+    one = np.ones((1, 1), np.int64)
+    slab = Slab(
+        pools=(pool,), dp=2, microbatch=1, num_microbatches=2, knobs=Knobs(scatter=True),
+        tp=one, pp=4 * one, recompute=0 * one, layers=np.array([[1, 1, 1, 1]]),
+    )  # fmt: skip
+    costs = Costs(problem)
+    sync = costs.sync(slab)
+    assert sync.queued is not None and sync.queued.tolist() == [[True, True, True, False]]
+    found = exact_times(costs, [slab])[0][0]
+    run = simulate(lower(problem, draft_of(problem, slab)), problem)
+    assert found == pytest.approx(run.makespan, rel=0.03)
+    free = step_times(slab.shape, costs.times(slab), msgspec.structs.replace(sync, queued=None))
+    assert free[0] < 0.8 * found
+
+
+def test_without_contention_the_search_prices_links_alone() -> None:
+    problem = small(MIXED, layers=4, batch=12)
+    for families in ("pipeline", "replicas"):
+        pins = {"families": families, "microbatch": 1}
+        found = search(problem, pins=pins, contention=False)
+        for f in found.finalists:
+            alone = simulate(f.plan, problem, contention=False, overlap=False).makespan
+            assert f.estimate_s == pytest.approx(alone, rel=1e-9)

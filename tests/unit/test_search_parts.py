@@ -19,7 +19,7 @@ from strategies.pipeline.hetero import HeteroGroup, HeteroKnobs
 from strategies.registry import get
 from strategies.search import search
 from strategies.search.costs import Costs
-from strategies.search.hetero_auto import hetero_auto, sub_groupings
+from strategies.search.hetero_auto import hetero_auto, sub_grouped, sub_groupings
 from strategies.search.options import choices_of, fill_share, knobs_for, screening_knobs
 from strategies.search.pools import pools_of, slots, split_pool
 from strategies.search.shortlist import Incumbent, Shortlist
@@ -270,3 +270,17 @@ def test_hetero_auto_is_at_least_as_good_as_one_group_per_type(mixed: Problem) -
     assert auto.space > first.space and auto.evaluated > first.evaluated
     assert {c.accelerator for c in auto.plan.placement.cells} == {"V100-SXM2-16GB", "T4"}
     validate(auto.plan)
+    assert "of 2 ways to cut the types tried" in auto.sub_groups
+
+
+def test_sub_groups_keep_replicas_order_and_pins(mixed: Problem) -> None:
+    pins = {"microbatch": 1, "dp": 2, "families": "pipeline", "zero": 0, "chunks": 1}
+    first = search(mixed, pins=pins, top=2)
+    assert first.pools and not first.sub_groups
+    found = sub_grouped(first, pins=pins, top=2)
+    assert found.step_time_s <= first.step_time_s
+    assert found.plan.placement.num_replicas == 2 and found.plan.mathematics.microbatch == 1
+    assert found.wall_s > first.wall_s
+    late = sub_grouped(first, pins=pins, top=2, seconds=0.0)
+    assert late.plan.hash == first.plan.hash and late.stopped
+    assert late.sub_groups.startswith("0 of ")
