@@ -212,12 +212,12 @@ def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
 
 
 def _print(console: Console, document: PlanDocument, result: SearchResult) -> None:
-    from sim.report.table import print_plan
+    from sim.report.table import Tight, print_plan
 
     print_plan(console, document)
-    console.print(f"bound by {result.binding}", highlight=False)
+    console.print(Tight(f"bound by {result.binding}"), highlight=False)
     if result.next_best:
-        console.print(f"next best: {result.next_best}", highlight=False)
+        console.print(Tight(f"next best: {result.next_best}"), highlight=False)
     if result.sub_groups:
         console.print(f"sub-groups: {result.sub_groups}", highlight=False)
     if result.stopped:

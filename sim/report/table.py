@@ -18,7 +18,7 @@ from sim.report.metrics import Metrics
 from sim.report.rows import time_unit
 from sim.units import format_quantity
 
-__all__ = ["headline", "print_plan", "print_simulation"]
+__all__ = ["Tight", "headline", "print_plan", "print_simulation"]
 
 _STYLES = {"fits": "green", "at risk": "yellow", "does not fit": "bold red", "unknown": "dim"}
 LINKS_SHOWN = 8
@@ -26,7 +26,7 @@ NARROW = 100
 """Below this many columns tables stand closer together."""
 
 
-class _Tight:
+class Tight:
     """What is printed, without the blanks that pad its lines."""
 
     def __init__(self, what: RenderableType) -> None:
@@ -137,7 +137,7 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
     _print_head(console, document)
     _print_stages(console, document)
     if document.per_link:
-        console.print(_Tight(_links(document.per_link, console.width)))
+        console.print(Tight(_links(document.per_link, console.width)))
         console.print()
     classes = f"{document.num_ranks} rank{'s' * (document.num_ranks != 1)}"
     if document.folded:
@@ -155,16 +155,16 @@ def _print_head(console: Console, document: PlanDocument) -> None:
     table = _grid()
     for name, text in headline(document):
         table.add_row(name, text)
-    console.print(_Tight(table))
+    console.print(Tight(table))
     console.print()
 
 
 def _print_stages(console: Console, document: PlanDocument) -> None:
-    console.print(_Tight(_stages(document.stages, console.width)))
+    console.print(Tight(_stages(document.stages, console.width)))
     legend = "dp: replicas; tp: chips that split a layer; m: microbatches per replica"
     if re.search(r"(?<!dp )\b\d+ x tp\d", document.plan):
         legend += "\nN x tpT in the plan's name: N stages of T chips each"
-    console.print(_Tight(Text(legend, style="dim")))
+    console.print(Tight(Text(legend, style="dim")))
     console.print()
 
 
@@ -175,7 +175,7 @@ def _print_tail(console: Console, document: PlanDocument) -> None:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         for text in assumed:
             table.add_row("  -", Text(text))
-        console.print(_Tight(table))
+        console.print(Tight(table))
     console.print(
         Text(
             f"plan {document.plan_hash}, spec {document.spec_hash or 'none'}, "
