@@ -40,6 +40,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         checkpointed: first layers that keep their inputs only.
         parameters: first layers whose parameters live on the host.
         optimizer: last layers whose optimizer states live, and are updated, there.
+        outer: embedding and head have their optimizer on the host as well.
         priority: the host's streams serve what the next forward needs first.
         clipping: what an update waits for, see strategies.offload.lowering.CLIPPING.
         whole_steps: a step begins when the one before has ended.
@@ -50,6 +51,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
     checkpointed: int = 0
     parameters: int = 0
     optimizer: int = 0
+    outer: bool = False
     priority: bool = True
     clipping: Clipping = "none"
     whole_steps: bool = False
@@ -143,7 +145,7 @@ def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> 
             host = []
             if inside and layer < knobs.parameters:
                 host.append("parameters")
-            if inside and layer >= n - knobs.optimizer:
+            if layer >= n - knobs.optimizer if inside else knobs.outer:
                 host.append("optimizer")
             found.append(
                 Segment(

@@ -68,13 +68,19 @@ def _all_on_chip(problem: Problem, base: AutoHeteKnobs) -> Iterator[AutoHeteKnob
 
 def _zero_offload(problem: Problem, base: AutoHeteKnobs) -> Iterator[AutoHeteKnobs]:
     n = problem.model.num_layers
-    yield _with(base, optimizer=n, clipping="global", priority=False, whole_steps=True)
+    yield _with(base, optimizer=n, outer=True, clipping="global", priority=False, whole_steps=True)
 
 
 def _zero_infinity(problem: Problem, base: AutoHeteKnobs) -> Iterator[AutoHeteKnobs]:
     n = problem.model.num_layers
     yield _with(
-        base, parameters=n, optimizer=n, clipping="global", priority=False, whole_steps=True
+        base,
+        parameters=n,
+        optimizer=n,
+        outer=True,
+        clipping="global",
+        priority=False,
+        whole_steps=True,
     )
 
 

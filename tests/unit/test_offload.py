@@ -144,6 +144,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
         checkpointed=draw(count),
         parameters=draw(count),
         optimizer=draw(count),
+        outer=draw(st.booleans()),
         priority=draw(st.booleans()),
         clipping=draw(st.sampled_from(CLIPPING)),
         whole_steps=draw(st.booleans()),
