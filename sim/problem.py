@@ -106,7 +106,14 @@ def load_problem(
         "model_name": built.name,
         "job": job_data,
     }
-    return _assemble(machine, built, resolved, documents)
+    try:
+        return _assemble(machine, built, resolved, documents)
+    except InputError as error:
+        part, _, rest = error.key.partition(".")
+        if error.file or part not in sources:
+            raise
+        file, line = sources[part].where((rest,))
+        raise InputError(error.message, file, line, rest, error.found, error.expected) from None
 
 
 def problem_from_documents(documents: dict[str, Any]) -> Problem:

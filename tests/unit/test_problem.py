@@ -127,3 +127,15 @@ def test_too_long_sequences_are_an_assumption():
     note = "sequences of 2048 exceed the 1024 of the model's config"
     assert note in problem.assumptions
     assert note in problem_from_documents(problem.documents).assumptions
+
+
+def test_a_length_without_times_is_blamed_on_the_jobs_line(tmp_path):
+    (tmp_path / "m.yaml").write_text(
+        "name: m\nsequence_length: 1024\nhidden: 8\nblocks: [{blocks: a}]\n"
+        "times: [{blocks: a, accelerator: T4, forward: 1 s, input_grad: 1 s}]\n"
+    )
+    (tmp_path / "job.yaml").write_text("global_batch: 8\nsequence_length: 512\n")
+    with pytest.raises(InputError, match="belong to another sequence length") as error:
+        load_problem("v100_t4", tmp_path / "m.yaml", tmp_path / "job.yaml")
+    assert error.value.file.endswith("job.yaml")
+    assert (error.value.line, error.value.key) == (2, "sequence_length")

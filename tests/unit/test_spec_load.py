@@ -87,10 +87,10 @@ def test_all_problems_can_be_had():
 
 
 def test_unknown_keys_hide_nothing():
-    text = "nam: x\nparts:\n  - {memory: 1 GB, size: 2, cuont: 3}\n  - {memory: 1, x: 2}\nzzz: 1\n"
+    text = "nmae: x\nparts:\n  - {memory: 1 GB, size: 2, cuont: 3}\n  - {memory: 1, x: 2}\nzzz: 1\n"
     found = problems_of(Outer, parse_text(text, "f.yaml"))
     assert [(p.line, p.key) for p in found] == [
-        (1, "nam"),
+        (1, "nmae"),
         (3, "parts.0.size"),
         (3, "parts.0.cuont"),
         (4, "parts.1.x"),
