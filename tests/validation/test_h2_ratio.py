@@ -49,7 +49,16 @@ def test_ratio_is_throughput_over_the_sum_of_the_parts(roomy: Ratio) -> None:
         assert side.found.plan_bound_s <= side.shared_s
     assert {x.split()[0] for x in roomy.loose} <= {V100, T4, A100}
     text = "\n".join(lines(roomy))
-    assert "ratio" in text and text.count("gap") >= 4
+    assert "ratio" in text and text.count("gap") >= 4 and "sub-groups" not in text
+
+
+def test_sub_groups_refine_both_sides() -> None:
+    both = study(small({T4: "3.5 GB"}), "sub-groups", seconds=3.0)
+    for side in (*both.homo, both.hetero):
+        assert side.grouped_s <= side.shared_s and "ways to cut the types" in side.grouped
+    parts = sum(1 / s.grouped_s for s in both.homo)
+    assert both.grouped == pytest.approx(1 / both.hetero.grouped_s / parts)
+    assert "with sub-groups" in lines(both)[0]
 
 
 def test_short_memory_of_one_type_raises_the_ratio(roomy: Ratio) -> None:
