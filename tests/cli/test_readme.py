@@ -46,10 +46,13 @@ def test_commands_name_files_and_bundled_documents_that_exist(folder: Path) -> N
         for f in hardware_profiles.folder(kind).iterdir()
     }
     known = written | bundled | {f.name for f in folder.iterdir()}
-    calls = re.findall(r"^(?:\$ )?hetlab (?:plan|check|simulate) (.*?)(?: -| *#|$)", shell, re.M)
+    calls = re.findall(
+        r"^(?:\$ )?\.venv/bin/hetlab (?:plan|check|simulate|export) (.*?)(?: -| *#|$)", shell, re.M
+    )
     named = [word for call in calls for word in call.split()]
     assert len(named) > 10
     assert [word for word in named if word not in known] == []
+    assert not re.findall(r"^(?:\$ )?hetlab ", shell, re.M)
 
 
 def test_overrides_of_the_text_work() -> None:
