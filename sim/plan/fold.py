@@ -155,6 +155,6 @@ def _own_amounts(
         rows = [r.get(ref.key) for r in tables.rows.get(ref.table, [])] + [
             tables.initial.get(ref.table, {}).get(ref.key)
         ]
-        if any(isinstance(v, list) and any(x != v[0] for x in v) for v in rows):
+        if any(isinstance(v, list) and np.unique(np.asarray(v, float)).size > 1 for v in rows):
             return (rank,)
     return ()
