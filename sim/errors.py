@@ -6,6 +6,7 @@
     |- UsageError               exit 2, options that contradict one another
     |- InfeasibleError          exit 3, nothing fits; names the binding constraint
     |- ThresholdError           exit 5, a --fail-if condition holds
+    |- StoppedError             exit 130, interrupted before there was a result
     `- SimulationError          exit 1, the engine could not finish a run
 
 Every class is constructible from its positional ``args`` alone, because SimPy re-raises a failed
@@ -20,6 +21,7 @@ __all__ = [
     "InputError",
     "PlanError",
     "SimulationError",
+    "StoppedError",
     "ThresholdError",
     "UsageError",
 ]
@@ -100,6 +102,12 @@ class ThresholdError(HetlabError):
     """A ``--fail-if`` condition holds."""
 
     exit_code = 5
+
+
+class StoppedError(HetlabError):
+    """Interrupted before there was a result."""
+
+    exit_code = 130
 
 
 class SimulationError(HetlabError):

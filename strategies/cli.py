@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 DEMO_CLUSTER, DEMO_MODEL = "v100_t4", "gpt2_355m"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C; the best plan found so far has been printed and written."""
 DEMO_FOLDER = Path("hetlab-demo")
 
 SetOption = Annotated[
@@ -123,6 +125,8 @@ def _plan(
         emit(document, lambda console: _print(console, document, result), as_json)
     if output is not None and not to_stdout:
         _write_plan(result, output)
+    if result.stopped and (budget is None or result.wall_s < budget):
+        raise typer.Exit(INTERRUPTED)
     fail_if(fail or [], numbers_of(report.metrics))
 
 

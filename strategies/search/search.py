@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sim.engine.simulate import simulate
-from sim.errors import HetlabError, InfeasibleError, UsageError
+from sim.errors import HetlabError, InfeasibleError, StoppedError, UsageError
 from sim.problem import Problem
 from strategies.search.board import Effort, Progress
 from strategies.search.costs import Costs
@@ -123,7 +123,7 @@ def _nothing(
             f"the budget of {budget:g} s ended before a plan was found, after {took:.0f} s; "
             f"give at least {2 * took:.0f} s, or pin a knob"
         )
-    return HetlabError("stopped before a plan was found")
+    return StoppedError("stopped before a plan was found")
 
 
 def _result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,22 @@ def test_a_single_node_needs_no_nic(planned: Path) -> None:
         "plan", "nonic.yaml", "gpt2_355m", "job.yaml", "--top", "1", "--json", cwd=planned
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_prints_and_writes_the_best_so_far(planned: Path) -> None:
+    code = "from sim.cli import main; main()"
+    args = ["plan", "h2_1024", "h2_100b", "h2_1024", "-o", "cut.json", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        cwd=planned, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    if "before a plan was found" not in err:
+        assert json.loads(out)["plan_hash"]
+        assert (planned / "cut.json").exists()
+    assert not list(planned.glob("*.part"))
