@@ -28,7 +28,7 @@ CLUSTERS = ("h2_1024", "h2_1024_oversubscribed")
 LOOSE = 0.05
 TOP = 4
 """Plans that each search simulates."""
-SECONDS = 10.0
+SECONDS = 60.0
 """How long each side looks for sub-groups [s]."""
 
 
