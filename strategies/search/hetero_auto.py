@@ -105,19 +105,26 @@ def sub_grouped(
         results.append(found)
         if found.finalists[0].score < best.finalists[0].score:
             best = found
-    gain = 100 * (1 - best.finalists[0].score / first.finalists[0].score)
     took = time.monotonic() - began
+    said = f"{tried} of {len(groupings)} ways to cut the types tried in {took:.1f} s, "
+    return msgspec.structs.replace(
+        _together(best, results, said),
+        wall_s=first.wall_s + took,
+        stopped=first.stopped or tried < len(groupings),
+    )
+
+
+def _together(best: SearchResult, results: list[SearchResult], said: str) -> SearchResult:
+    """The best of several results, the first of which is stage 1's, with the effort of all."""
+    gain = 100 * (1 - best.finalists[0].score / results[0].finalists[0].score)
     return msgspec.structs.replace(
         best,
         space=sum(r.space for r in results),
         evaluated=sum(r.evaluated for r in results),
         exact=sum(r.exact for r in results),
         bound_s=min(r.bound_s for r in results),
-        wall_s=first.wall_s + took,
-        next_best=best.next_best or first.next_best,
-        stopped=first.stopped or tried < len(groupings),
-        sub_groups=f"{tried} of {len(groupings)} ways to cut the types tried in {took:.1f} s, "
-        + (f"{gain:.2f} % better" if gain > 0 else "none is better"),
+        next_best=best.next_best or results[0].next_best,
+        sub_groups=said + (f"{gain:.2f} % better" if gain > 0 else "none is better"),
     )
 
 
