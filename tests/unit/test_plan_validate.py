@@ -44,7 +44,7 @@ def plan(first: str = GOOD[0], second: str = GOOD[1], **changes: object) -> Plan
 
 
 def test_a_good_plan_passes() -> None:
-    validate(plan())
+    assert validate(plan()) is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def text_of(plan: Plan, edit: Callable[[str], str]) -> Plan:
 
 
 def test_a_lowered_plan_passes_both_ways(lowered: Plan) -> None:
-    validate(lowered)
-    validate(text_of(lowered, lambda t: t))
+    assert validate(lowered) is None  # type: ignore[func-returns-value]
+    assert validate(text_of(lowered, lambda t: t)) is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(
