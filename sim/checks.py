@@ -15,7 +15,7 @@ from sim.model.load import load_model_source
 from sim.plan.io import load_plan, plan_from_json
 from sim.plan.plan import Plan
 from sim.plan.validate import validate as validate_plan
-from sim.problem import problem_from_documents
+from sim.problem import Problem, problem_from_documents
 from sim.spec.cluster import ClusterDoc
 from sim.spec.fields import Doc
 from sim.spec.job import JobDoc, job_from_doc
@@ -153,8 +153,8 @@ def kind_of(source: Source) -> str:
     )
 
 
-def read_plan(file: Path) -> Plan:
-    """Read a plan file and prove it well formed.
+def read_plan(file: Path) -> tuple[Plan, Problem | None]:
+    """Read a plan file and prove it well formed; also gives the problem it carries, if any.
 
     Args:
         file: "-" reads standard input.
@@ -174,10 +174,11 @@ def read_plan(file: Path) -> Plan:
         if not plan.placement.num_ranks:
             _refuse_other(file)
     try:
-        validate_plan(plan)
+        problem = problem_from_documents(plan.problem) if plan.problem else None
+        validate_plan(plan, problem)
     except InputError as error:
         raise in_file(error, name) from None
-    return plan
+    return plan, problem
 
 
 def _refuse_other(file: Path) -> None:

@@ -105,8 +105,8 @@ def _simulate(
     check_output(gantt, "--gantt", PICTURES)
     check_output(trace, "--trace")
     faults = faults_of(straggler or [], link or [], lose or [])
-    plan = read_plan(plan_file)
-    problem = _problem_of(plan, str(plan_file), cluster)
+    plan, carried = read_plan(plan_file)
+    problem = _problem_of(plan, carried, str(plan_file), cluster)
     with progress(f"simulating {plan.name or plan_file.name}"):
         run = simulate(
             plan,
@@ -128,12 +128,11 @@ def _simulate(
     fail_if(fail or [], numbers_of(report.metrics))
 
 
-def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:
+def _problem_of(plan: Plan, carried: Problem | None, file: str, cluster: str) -> Problem:
     """The problem a plan carries, on another cluster when asked."""
-    from sim.checks import in_file
-    from sim.problem import load_problem, problem_from_documents
+    from sim.problem import load_problem
 
-    if not plan.problem:
+    if carried is None:
         raise InputError(
             "the plan carries no problem",
             file=file,
@@ -141,10 +140,7 @@ def _problem_of(plan: Plan, file: str, cluster: str) -> Problem:
             expected="a plan written by hetlab plan",
         )
     if not cluster:
-        try:
-            return problem_from_documents(plan.problem)
-        except InputError as error:
-            raise in_file(error, file) from None
+        return carried
     problem = load_problem(cluster, plan.problem["model"], plan.problem["job"])
     chips = plan.placement.chips or range(plan.placement.num_ranks)
     if max(chips, default=-1) >= problem.machine.num_chips:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.errors import InputError, UsageError
+from sim.errors import InputError
+from sim.optional import import_optional
 from sim.report.spans import COLUMNS, FLOATS, TEXTS, Spans
 
 if TYPE_CHECKING:
@@ -58,20 +59,13 @@ def from_frame(frame: pd.DataFrame, file: str = "") -> Spans:
     return Spans(columns, names)
 
 
-def _need_pyarrow() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("parquet needs pyarrow; pip install pyarrow, or save as .npz")
-
-
 def write_parquet(spans: Spans, path: Path) -> None:
     """Write a parquet file.
 
     Raises:
         UsageError: pyarrow is not installed.
     """
-    _need_pyarrow()
+    import_optional("pyarrow")
     to_frame(spans).to_parquet(path, index=False)
 
 
@@ -81,7 +75,7 @@ def read_parquet(path: Path) -> Spans:
     Raises:
         InputError: a column is missing. UsageError: pyarrow is not installed.
     """
-    _need_pyarrow()
+    import_optional("pyarrow")
     import pandas as pd
 
     return from_frame(pd.read_parquet(path), str(path))

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from sim.cost.cell import BlockClasses, CellSpec, cell_times
 from sim.cost.compute import Shape as RankShape
 from sim.cost.ledger import peak_memory
-from sim.cost.money import step_price
+from sim.cost.money import egress
 from sim.cost.occupancy import memory_over_time
 from sim.cost.pricing import price
 from sim.engine.execute import execute
+from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.plan.lower import lower
 from sim.plan.placement import Cell, Placement, Segment
 from sim.plan.plan import Amount, Mathematics, Plan, ProgramText, Table
 from sim.plan.uniform import uniform
+from sim.report.report import report_of
 from tests.property.cost_cases import (
     FABRIC,
     HOP_S,
@@ -158,8 +160,8 @@ def test_money_counts_chips_and_egress() -> None:
     for rows in prices.carried.values():
         for link, size in rows:
             nbytes[link] = nbytes.get(link, 0.0) + size
-    found = step_price(m, range(2), 2.0, 1024, nbytes)
-    assert found.accelerators == pytest.approx(2 * 2.0 * 1e-3)
-    assert found.egress == pytest.approx(4 * 512 * 1024 * 2 * 1e-10)
-    assert found.per_million_tokens == pytest.approx(found.per_step / 1024 * 1e6)
-    assert found.unpriced == ()
+    paid = egress(m, nbytes)
+    assert paid == pytest.approx(4 * 512 * 1024 * 2 * 1e-10)
+    metrics = report_of(simulate(plan, p), p).metrics
+    expected = (2 * 1e-3 * metrics.step_time_s + paid) / 1024 * 1e6
+    assert metrics.cost_per_mtoken == pytest.approx(expected)

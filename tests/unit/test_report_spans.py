@@ -136,7 +136,7 @@ def test_parquet_reads_back_or_says_what_to_install(tmp_path) -> None:
     try:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError:
-        with pytest.raises(UsageError, match="pip install pyarrow"):
+        with pytest.raises(UsageError, match="pyarrow is not installed; pip install"):
             spans.save(tmp_path / "run.parquet")
     else:
         back = Spans.load(spans.save(tmp_path / "run.parquet"))
