@@ -14,6 +14,7 @@ from sim.model.graph import Model
 from sim.plan.placement import Cell
 from sim.plan.plan import Plan
 from sim.report.basis import Basis
+from sim.report.host import HostUse
 from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
 
@@ -30,7 +31,8 @@ class CellRow(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: profile name. replicas: how many such cells. num_chips: of all of them.
         tp, cp: sizes. microbatches: of each replica, per step. recompute: what is not kept.
         peak_memory_bytes, memory_bytes: [B] predicted and physical, None when not worked out.
-        verdict: "fits", "at risk", "does not fit" or "unknown".
+        verdict: "fits", "at risk", "does not fit" or "unknown"; host memory that does not fit is a
+            verdict as well. host_fits: False where host memory does not.
     """
 
     accelerator: str
@@ -43,6 +45,7 @@ class CellRow(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: float | None
     memory_bytes: float | None
     verdict: str
+    host_fits: bool = True
 
 
 class StageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +109,7 @@ class PlanDocument(Header, frozen=True, kw_only=True):
         unused: accelerator type -> chips of the cluster without a rank. uncalibrated: types in use
             whose times are estimates because no run was used to calibrate them.
         metrics: predicted. stages: the placement. search: None when nothing was searched.
+        host: None when the plan does not use the nodes' host side.
     """
 
     num_chips: int
@@ -119,6 +123,7 @@ class PlanDocument(Header, frozen=True, kw_only=True):
     metrics: Metrics
     stages: tuple[StageRow, ...]
     search: SearchFacts | None = None
+    host: HostUse | None = None
 
 
 class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
@@ -143,6 +148,7 @@ def stages_of(
     plan: Plan,
     model: Model | None = None,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
+    host: HostUse | None = None,
 ) -> tuple[StageRow, ...]:
     """The placement as rows, runs of equal cells folded.
 
@@ -151,9 +157,10 @@ def stages_of(
 
     Args:
         plan: the plan. model: for layers; without it they count as 0.
-        memory: (stage, replica) -> ledger.
+        memory: (stage, replica) -> ledger. host: whose memory may be short.
     """
     placement = plan.placement
+    short = host.short if host else ()
     opens = _first_blocks(model)
     known = memory or {}
     rows = []
@@ -163,7 +170,8 @@ def stages_of(
         for cell in placement.cells:
             if cell.stage == stage:
                 m = placement.microbatches[cell.replica] if placement.microbatches else 0
-                row = _cell_row(cell, m, known.get((stage, cell.replica)))
+                at = (stage, cell.replica)
+                row = _cell_row(cell, m, known.get(at), at not in short)
                 runs[row] = runs.get(row, 0) + 1
         cells = tuple(
             msgspec.structs.replace(row, replicas=n, num_chips=row.num_chips * n)
@@ -181,13 +189,14 @@ def _first_blocks(model: Model | None) -> list[bool]:
     return [n >= 0 and n not in layers[:i] for i, n in enumerate(layers)]
 
 
-def _cell_row(cell: Cell, microbatches: int, memory: Ledger | None) -> CellRow:
+def _cell_row(cell: Cell, microbatches: int, memory: Ledger | None, host_fits: bool) -> CellRow:
+    verdict = memory.verdict if memory else "unknown"
     return CellRow(
         accelerator=cell.accelerator, replicas=1, num_chips=len(cell.ranks), tp=cell.tp, cp=cell.cp,
         microbatches=microbatches, recompute=cell.recompute,
         peak_memory_bytes=memory.peak_bytes if memory else None,
         memory_bytes=memory.capacity_bytes if memory else None,
-        verdict=memory.verdict if memory else "unknown",
+        verdict=verdict if host_fits else "does not fit", host_fits=host_fits,
     )  # fmt: skip
 
 
@@ -235,6 +244,7 @@ def plan_document(
     model: Model | None = None,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     search: SearchFacts | None = None,
+    host: HostUse | None = None,
     seed: int = 0,
     assumptions: Sequence[str] = (),
 ) -> PlanDocument:
@@ -242,12 +252,12 @@ def plan_document(
 
     Args:
         plan: found. basis, metrics: of its simulation. model: for layers.
-        memory: (stage, replica) -> ledger. search: what was searched. seed: used.
-        assumptions: besides the plan's.
+        memory: (stage, replica) -> ledger. search: what was searched. host: its host side.
+        seed: used. assumptions: besides the plan's.
     """
-    stages = stages_of(plan, model, memory)
+    stages = stages_of(plan, model, memory, host)
     common = _common("hetlab.plan/1", plan, basis, metrics, stages, seed, assumptions)
-    return PlanDocument(**common, search=search)
+    return PlanDocument(**common, search=search, host=host)
 
 
 def simulate_document(
@@ -258,6 +268,7 @@ def simulate_document(
     *,
     model: Model | None = None,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
+    host: HostUse | None = None,
     seed: int = 0,
     assumptions: Sequence[str] = (),
 ) -> SimulateDocument:
@@ -265,14 +276,15 @@ def simulate_document(
 
     Args:
         run: the simulation. basis, metrics, links: of it. model: for layers.
-        memory: (stage, replica) -> ledger. seed: used. assumptions: besides the plan's.
+        memory: (stage, replica) -> ledger. host: its host side. seed: used.
+        assumptions: besides the plan's.
     """
     plan, graph = run.layout.plan, run.layout.graph
-    stages = stages_of(plan, model, memory)
+    stages = stages_of(plan, model, memory, host)
     ranks = sum(len(actor.ranks) for actor in graph.actors)
     return SimulateDocument(
         **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed, assumptions),
         steps=run.layout.steps, events=run.outcome.events, cpu_s=run.cpu_s,
         folded=len(graph.actors) < ranks, num_ranks=ranks, num_classes=len(graph.actors),
-        per_link=links,
+        per_link=links, host=host,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sim.engine.simulate import Run
 
-__all__ = ["LinkLoad", "link_loads", "link_use"]
+__all__ = ["LinkLoad", "link_loads", "link_use", "union"]
 
 Floats = NDArray[np.float64]
 
@@ -77,13 +77,13 @@ def link_use(run: Run) -> tuple[Floats, Floats]:
         key = tuple(messages)
         if key not in known:
             nodes = [node for message in messages for node in nodes_of[message]]
-            known[key] = _union(outcome.start[nodes], outcome.end[nodes])
+            known[key] = union(outcome.start[nodes], outcome.end[nodes])
         busy[link] += known[key]
     return nbytes, busy
 
 
-def _union(start: Floats, end: Floats) -> float:
-    """Length of the union of intervals [s]."""
+def union(start: Floats, end: Floats) -> float:
+    """Length of the union of intervals [s]; arrays, shape (N,)."""
     order = np.argsort(start)
     begin, until = start[order], np.maximum.accumulate(end[order])
     before = np.concatenate([begin[:1], until[:-1]])

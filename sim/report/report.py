@@ -23,6 +23,7 @@ from sim.report.document import (
     simulate_document,
 )
 from sim.report.gantt import save_gantt
+from sim.report.host import HostUse, host_use
 from sim.report.links import LinkLoad, link_loads, link_use
 from sim.report.metrics import Metrics, metrics_of, pace_of, tokens_per_update
 from sim.report.record import recorded
@@ -40,7 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         run, problem: what was simulated; None for a plan without a problem.
         spans, metrics, links, basis: of it.
-        memory: (stage, replica) -> ledger of the cell. seed: of the run's generated tables.
+        memory: (stage, replica) -> ledger of the cell. host: None when the plan uses no host side.
+        seed: of the run's generated tables.
     """
 
     run: Run
@@ -50,6 +52,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
     links: tuple[LinkLoad, ...]
     memory: Mapping[tuple[int, int], Ledger] = {}
+    host: HostUse | None = None
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -102,14 +105,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Return what ``hetlab plan --json`` prints."""
         return plan_document(
             self.run.layout.plan, self.basis, self.metrics, model=self._model,
-            memory=self.memory, search=search, seed=self.seed, assumptions=self.assumptions,
+            memory=self.memory, search=search, host=self.host, seed=self.seed,
+            assumptions=self.assumptions,
         )  # fmt: skip
 
     def simulate_document(self) -> SimulateDocument:
         """Return what ``hetlab simulate --json`` prints."""
         return simulate_document(
             self.run, self.basis, self.metrics, self.links, model=self._model,
-            memory=self.memory, seed=self.seed, assumptions=self.assumptions,
+            memory=self.memory, host=self.host, seed=self.seed, assumptions=self.assumptions,
         )  # fmt: skip
 
 
@@ -138,12 +142,12 @@ def report_of(
     nbytes, busy = link_use(run)
     links = link_loads(run.prices.link_names, nbytes.tolist(), busy.tolist(), run.makespan)
     machine, model = (problem.machine, problem.model) if problem else (None, None)
-    steps = pace_of(spans, barrier=plan.barrier).steps
+    pace = pace_of(spans, barrier=plan.barrier)
     basis = basis_of(
         plan,
         machine,
         model,
-        egress_per_step=egress(machine, nbytes.tolist()) / steps if machine else 0.0,
+        egress_per_step=egress(machine, nbytes.tolist()) / pace.steps if machine else 0.0,
         tokens_per_step=_tokens_of_update(plan, spans) if run.handled else None,
     )
     metrics = metrics_of(spans, basis, barrier=plan.barrier, inner_comm_s=inside)
@@ -152,7 +156,7 @@ def report_of(
         memory = peak_memory(plan, problem) if problem and scheduled else {}
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
-        memory=memory, seed=run.layout.seed,
+        memory=memory, host=host_use(plan, problem, spans, pace), seed=run.layout.seed,
     )  # fmt: skip
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from rich import box
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
-from rich.segment import Segment
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sim.report.assumed import fold_assumptions
 from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
+from sim.report.grids import NARROW, Tight, columned, grid
+from sim.report.host import HostUse, memory_texts, short_text, stream_texts
 from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
 from sim.report.rows import time_unit
@@ -22,24 +22,6 @@ __all__ = ["Tight", "headline", "print_plan", "print_simulation"]
 
 _STYLES = {"fits": "green", "at risk": "yellow", "does not fit": "bold red", "unknown": "dim"}
 LINKS_SHOWN = 8
-NARROW = 100
-"""Below this many columns tables stand closer together."""
-
-
-class Tight:
-    """What is printed, without the blanks that pad its lines."""
-
-    def __init__(self, what: RenderableType) -> None:
-        self.what = what
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self.what, options, pad=False):
-            while line and not line[-1].text.strip():
-                line.pop()
-            yield from line[:-1]
-            if line:
-                yield Segment(line[-1].text.rstrip(), line[-1].style)
-            yield Segment.line()
 
 
 def seconds(value: float) -> str:
@@ -56,6 +38,9 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
         peak = format_quantity(document.peak_flops_per_s, "FLOP/s", 3)
         basis = f"{peak} (dense {document.dtype}, {document.num_chips} chips)"
     found = [] if document.exact else [("inexact", document.reason)]
+    short = short_text(document.host) if document.host else ""
+    if short:
+        found.append(("host memory", short))
     if document.uncalibrated:
         names = ", ".join(document.uncalibrated)
         found.append(("uncalibrated", f"no run was used to calibrate {names}: times are estimates"))
@@ -123,6 +108,7 @@ def print_plan(console: Console, document: PlanDocument) -> None:
     """Print headline, stages, search and assumptions."""
     _print_head(console, document)
     _print_stages(console, document)
+    _print_host(console, document.host)
     if document.search is not None:
         s = document.search
         console.print(
@@ -136,6 +122,7 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
     """Print headline, stages, busiest links, engine facts and assumptions."""
     _print_head(console, document)
     _print_stages(console, document)
+    _print_host(console, document.host)
     if document.per_link:
         console.print(Tight(_links(document.per_link, console.width)))
         console.print()
@@ -152,7 +139,7 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
 def _print_head(console: Console, document: PlanDocument) -> None:
     if document.plan:
         console.print(Text(document.plan, style="bold"))
-    table = _grid()
+    table = grid()
     for name, text in headline(document):
         table.add_row(name, text)
     console.print(Tight(table))
@@ -164,6 +151,26 @@ def _print_stages(console: Console, document: PlanDocument) -> None:
     legend = "dp: replicas; tp: chips that split a layer; m: microbatches per replica"
     if re.search(r"(?<!dp )\b\d+ x tp\d", document.plan):
         legend += "\nN x tpT in the plan's name: N stages of T chips each"
+    console.print(Tight(Text(legend, style="dim")))
+    console.print()
+
+
+def _print_host(console: Console, host: HostUse | None) -> None:
+    """Host memory of each class of nodes, and what the host's streams do in a step."""
+    if host is None:
+        return
+    if host.memory:
+        names = ("optimizer", "gradients", "parameters", "capacity")
+        columns = [("host memory", "left"), *((n, "right") for n in names), ("verdict", "left")]
+        table = columned(columns, console.width)
+        for row in host.memory:
+            table.add_row(*memory_texts(row), Text(row.verdict, style=_STYLES[row.verdict]))
+        console.print(Tight(table))
+    rows = grid()
+    for texts in stream_texts(host):
+        rows.add_row(*texts)
+    console.print(Tight(rows))
+    legend = "bytes and seconds are of a step and a chip; exposed: while the chip computes nothing"
     console.print(Tight(Text(legend, style="dim")))
     console.print()
 
@@ -185,27 +192,6 @@ def _print_tail(console: Console, document: PlanDocument) -> None:
     )
 
 
-def _grid() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column()
-    return table
-
-
-def _table(columns: Iterable[tuple[str, str]], width: int) -> Table:
-    """A table of (heading, "left" or "right") columns; readable without colour, never cut off."""
-    narrow = width < NARROW
-    table = Table(
-        box=None if narrow else box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
-        padding=(0, 1 if narrow else 2, 0, 0), header_style="bold",
-    )  # fmt: skip
-    for heading, justify in columns:
-        side: JustifyMethod = "right" if justify == "right" else "left"
-        folds = heading.startswith("accel")
-        table.add_column(heading, justify=side, no_wrap=not folds, overflow="fold")
-    return table
-
-
 def _stages(stages: tuple[StageRow, ...], width: int) -> Table:
     """One line per run of equal cells; equal neighbouring stages share a line."""
     with_cp = any(c.cp > 1 for s in stages for c in s.cells)
@@ -219,7 +205,7 @@ def _stages(stages: tuple[StageRow, ...], width: int) -> Table:
     ]  # fmt: skip
     if with_cp:
         columns.insert(6, ("cp", "right"))
-    table = _table(columns, width)
+    table = columned(columns, width)
     for first, last, stage in _runs(stages):
         each = "" if first == last else " each"
         for i, cell in enumerate(stage.cells):
@@ -249,7 +235,16 @@ def _runs(stages: tuple[StageRow, ...]) -> list[tuple[int, int, StageRow]]:
 
 def _shown(stage: StageRow) -> tuple[object, ...]:
     cells = [
-        (c.accelerator, c.replicas, c.tp, c.cp, c.microbatches, c.recompute, c.verdict, _memory(c))
+        (
+            c.accelerator,
+            c.replicas,
+            c.tp,
+            c.cp,
+            c.microbatches,
+            c.recompute,
+            _verdict(c),
+            _memory(c),
+        )
         for c in stage.cells
     ]
     return (stage.layers, *cells)
@@ -261,7 +256,9 @@ def _memory(cell: CellRow) -> str:
 
 
 def _verdict(cell: CellRow) -> str:
-    """The verdict and the share of the chip's memory."""
+    """The verdict and the share of the chip's memory, or that the host's does not suffice."""
+    if not cell.host_fits:
+        return "host does not fit"
     if cell.peak_memory_bytes is None or not cell.memory_bytes:
         return cell.verdict
     return f"{cell.verdict}, {100 * cell.peak_memory_bytes / cell.memory_bytes:.0f} %"
@@ -269,7 +266,7 @@ def _verdict(cell: CellRow) -> str:
 
 def _links(loads: tuple[LinkLoad, ...], width: int) -> Table:
     columns = [("busiest links", "left"), ("carried", "right"), ("busy", "right")]
-    table = _table(columns, width)
+    table = columned(columns, width)
     for load in loads[:LINKS_SHOWN]:
         size = format_quantity(load.nbytes, "bytes", 3)
         table.add_row(load.name, size, _percent(load.busy_fraction))

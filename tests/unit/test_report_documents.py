@@ -139,7 +139,7 @@ def test_plan_document_has_the_agreed_keys() -> None:
             {
                 "accelerator": "V100", "replicas": 2, "num_chips": 4, "tp": 2, "cp": 1,
                 "microbatches": 4, "recompute": "full", "peak_memory_bytes": 12e9,
-                "memory_bytes": 16e9, "verdict": "fits",
+                "memory_bytes": 16e9, "verdict": "fits", "host_fits": True,
             }
         ],
     }  # fmt: skip

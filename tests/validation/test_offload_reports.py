@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from sim.cost.ledger import Ledger, knobs_of, peak_memory
 from sim.cost.offload import HostLedger, host_ledgers
@@ -15,8 +18,10 @@ from sim.plan.plan import Amount
 from sim.plan.validate import validate
 from sim.problem import load_problem
 from sim.report.links import link_use
+from sim.report.report import report_of
+from sim.report.table import print_simulation
 from strategies.compose import compose
-from tests.validation.exercise import BACKWARD, FORWARD
+from tests.validation.exercise import BACKWARD, FORWARD, model
 from tests.validation.host_side import offloaded
 
 # 3. An estimate that counted model states only
@@ -134,3 +139,23 @@ def test_the_link_report_says_where_the_time_went() -> None:
     at = run.prices.link_names.index("node0/chip0/h2d")
     assert nbytes[at] == pytest.approx(3.6e9)
     assert busy[at] == pytest.approx(0.225)
+
+
+def line_of(text: str, slower: float) -> list[str]:
+    """Words that the report prints about the h2d stream, on chips that compute this much slower."""
+    given, plan = offloaded(text, {"H2D[states]": STATES}, params=PARAMS)
+    slow = model(1, params=PARAMS, speeds={"chip": 1 / slower})
+    given = msgspec.structs.replace(given, model=slow)
+    report = report_of(simulate(plan, given, steps=4), given)
+    out = StringIO()
+    print_simulation(Console(file=out, width=100), report.simulate_document())
+    return next(line.split() for line in out.getvalue().splitlines() if line.startswith("h2d"))
+
+
+def test_the_report_prints_the_copy_and_whether_compute_hides_it() -> None:
+    said = ["h2d", "3.60", "GB", "0.225", "s", "at", "16.0", "GB/s,"]
+    assert line_of(FETCHED, 1.0) == [*said, "exposed", "0.225", "s"]
+    early = "F0 ; H2D[states] <- F0 ; B0 ; REDUCE_GRAD ; OPT <- REDUCE_GRAD, H2D[states]"
+    # Beside a backward of 0.02 s it is hidden for that long, beside one of 0.4 s altogether.
+    assert line_of(early, 1.0) == [*said, "exposed", "0.205", "s"]
+    assert line_of(early, 20.0) == [*said, "hidden", "by", "compute"]

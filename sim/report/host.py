@@ -1,0 +1,222 @@
+"""The host side in a report: memory of its nodes, and what its streams do in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from sim.cost.collective import places
+from sim.cost.host import HOST_STREAMS
+from sim.cost.ledger import knobs_of
+from sim.cost.offload import HOST_TERMS, HostLedger, host_ledgers
+from sim.plan.plan import Plan
+from sim.problem import Problem
+from sim.report.links import union
+from sim.report.metrics import Pace
+from sim.report.spans import Spans
+from sim.units import format_quantity
+
+__all__ = [
+    "HostMemory", "HostStream", "HostUse", "host_use", "memory_texts", "short_text",
+    "stream_texts", "stream_use",
+]  # fmt: skip
+
+ROUNDING = 1e-12
+"""Exposed times below this share of the run are rounding."""
+
+
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of equal nodes.
+
+    Args:
+        node: profile. nodes: how many such nodes.
+        optimizer_bytes, gradients_bytes, parameters_bytes: [B] on one of them, of all its ranks.
+        memory_bytes: [B] physical, None when the profile does not say.
+        verdict: "fits", "does not fit" or "unknown".
+    """
+
+    node: str
+    nodes: int
+    optimizer_bytes: float
+    gradients_bytes: float
+    parameters_bytes: float
+    memory_bytes: float | None
+    verdict: str
+
+    @property
+    def peak_bytes(self) -> float:
+        """Sum of the terms [B]."""
+        return self.optimizer_bytes + self.gradients_bytes + self.parameters_bytes
+
+
+class HostStream(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream of the host side does in a steady step of one rank.
+
+    Args:
+        stream: its name. rank: representative of its class. ranks: members of the class.
+        nbytes: [B] copied, or read and written by updates ("bytes" in documents).
+        busy_s: [s] some op of the stream ran. bytes_per_s: [B/s] reached in it.
+        exposed_s: [s] of it in which the rank's compute stream was idle.
+    """
+
+    stream: str
+    rank: int
+    ranks: int
+    nbytes: float = msgspec.field(name="bytes")
+    busy_s: float
+    bytes_per_s: float
+    exposed_s: float
+
+
+class HostUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The host side of a run.
+
+    Args:
+        memory: of the nodes that hold something for their chips.
+        streams: by stream, then rank. steady: False where the run has too few steps for one with a
+            step before and after it, whose compute would hide more.
+        short: (stage, replica) of the cells on nodes whose host memory does not fit.
+    """
+
+    memory: tuple[HostMemory, ...] = ()
+    streams: tuple[HostStream, ...] = ()
+    steady: bool = True
+    short: tuple[tuple[int, int], ...] = ()
+
+
+def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> HostUse | None:
+    """Return the host side of a run, None when its plan does not use one.
+
+    Args:
+        plan, problem: see there. spans: of the run. pace: of the spans.
+    """
+    ledgers: Mapping[int, HostLedger] = {}
+    if problem is not None and any(s.offload for s in plan.placement.segments):
+        ledgers = host_ledgers(plan, problem, knobs_of)
+    streams = stream_use(spans, pace, barrier=plan.barrier)
+    if not ledgers and not streams:
+        return None
+    return HostUse(
+        memory=_memory(problem, ledgers) if problem else (),
+        streams=streams,
+        steady=plan.barrier or pace.steps > 2,
+        short=_short_cells(plan, problem, ledgers) if problem else (),
+    )
+
+
+def _memory(problem: Problem, ledgers: Mapping[int, HostLedger]) -> tuple[HostMemory, ...]:
+    count: dict[HostMemory, int] = {}
+    for node, found in ledgers.items():
+        optimizer, gradients, parameters = (found.terms[name] for name in HOST_TERMS)
+        row = HostMemory(
+            node=problem.machine.nodes[node].profile, nodes=1, optimizer_bytes=optimizer,
+            gradients_bytes=gradients, parameters_bytes=parameters,
+            memory_bytes=found.capacity_bytes or None, verdict=found.verdict,
+        )  # fmt: skip
+        count[row] = count.get(row, 0) + 1
+    return tuple(msgspec.structs.replace(row, nodes=n) for row, n in count.items())
+
+
+def _short_cells(
+    plan: Plan, problem: Problem, ledgers: Mapping[int, HostLedger]
+) -> tuple[tuple[int, int], ...]:
+    short = {node for node, found in ledgers.items() if found.verdict == "does not fit"}
+    where, chips = places(problem.machine).node, plan.placement.chips
+    return tuple(
+        (cell.stage, cell.replica)
+        for cell in plan.placement.cells
+        if short.intersection(where[chips[r] if chips else r] for r in cell.ranks)
+    )
+
+
+def stream_use(spans: Spans, pace: Pace, *, barrier: bool) -> tuple[HostStream, ...]:
+    """Return what each stream of the host side does in a steady step, per class of ranks.
+
+    Counted are the ops of all steps where a barrier ends each. Without one an op may run beside
+    the compute of a later step: then it is the steps after the warm-up, except the last, which
+    none follows; of three steps it is the second, of fewer the first. Exposed is the time in which
+    such an op ran and no compute op of its rank did, of whatever step. All is per counted step.
+
+    Args:
+        spans: one run. pace: its steps. barrier: whether BARRIER ends each step.
+    """
+    first, last = 0, pace.steps
+    if not barrier and pace.steps > 1:
+        first, last = min(pace.warm_up + 1, pace.steps - 2), pace.steps - 1
+    step = spans.columns["step"]
+    rank, start, end = (spans.columns[k] for k in ("rank", "start_s", "end_s"))
+    counted = (step >= first) & (step < last)
+    compute = spans.where("stream", lambda s: s == "compute")
+    least = ROUNDING * float(end.max(initial=0.0))
+    found = []
+    for name in HOST_STREAMS:
+        stream = counted & spans.where("stream", name.__eq__)
+        for r in np.unique(rank[stream]).tolist():
+            mine, other = stream & (rank == r), compute & (rank == r)
+            busy, both = union(start[mine], end[mine]), mine | other
+            exposed = union(start[both], end[both]) - union(start[other], end[other])
+            nbytes = float(spans.columns["nbytes"][mine].sum())
+            if not nbytes and not busy:
+                continue
+            found.append(
+                HostStream(
+                    stream=name, rank=r, ranks=int(spans.columns["weight"][mine][0]),
+                    nbytes=nbytes / (last - first), busy_s=busy / (last - first),
+                    bytes_per_s=nbytes / busy if busy else 0.0,
+                    exposed_s=exposed / (last - first) if exposed > least else 0.0,
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def memory_texts(row: HostMemory) -> tuple[str, ...]:
+    """Cells of a row of host memory: node, terms, capacity."""
+    terms = (row.optimizer_bytes, row.gradients_bytes, row.parameters_bytes)
+    known = row.memory_bytes is not None
+    return (
+        row.node + (f" ×{row.nodes}" if row.nodes > 1 else ""),
+        *(format_quantity(nbytes, "bytes", 3) for nbytes in terms),
+        format_quantity(row.memory_bytes or 0.0, "bytes", 3) if known else "-",
+    )
+
+
+def short_text(host: HostUse) -> str:
+    """Say which nodes' host memory does not fit, "" when all does or is not known."""
+    parts = [
+        f"{row.node} holds {format_quantity(row.peak_bytes, 'bytes', 3)} of "
+        f"{format_quantity(row.memory_bytes or 0.0, 'bytes', 3)}"
+        for row in host.memory
+        if row.verdict == "does not fit"
+    ]
+    return "does not fit: " + ", ".join(parts) if parts else ""
+
+
+def stream_texts(host: HostUse) -> list[tuple[str, str, str]]:
+    """Stream, bytes and times of the rank that each stream exposes most; last what is missing."""
+    rows = []
+    for name in dict.fromkeys(s.stream for s in host.streams):
+        mine = [s for s in host.streams if s.stream == name]
+        most = max(mine, key=lambda s: (s.exposed_s, s.busy_s))
+        text = f"{_seconds(most.busy_s)} at {most.bytes_per_s / 1e9:.1f} GB/s, "
+        text += f"exposed {_seconds(most.exposed_s)}" if most.exposed_s else "hidden by compute"
+        if any(_unlike(s, most) for s in mine):
+            text += f" (rank {most.rank}, the most)"
+        rows.append((name, _size(most.nbytes), text))
+    if rows and not host.steady:
+        rows.append(("", "", "of too few steps: the compute of a next step hides more"))
+    return rows
+
+
+def _unlike(one: HostStream, other: HostStream) -> bool:
+    pairs = ((one.busy_s, other.busy_s), (one.exposed_s, other.exposed_s))
+    return any(abs(a - b) > 1e-3 * max(a, b) for a, b in pairs)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 0.01 else format_quantity(value, "seconds", 3)
