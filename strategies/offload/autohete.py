@@ -8,21 +8,20 @@ their parameters are needed last.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import msgspec
 
 from sim.cost.host import update_bytes
 from sim.errors import InputError
 from sim.model.amounts import rank_params
-from sim.model.graph import Block
 from sim.plan.draft import OffloadKnobs, PlanDraft
+from sim.plan.layers import cut_layers
 from sim.plan.placement import Segment
 from sim.plan.plan import Amount, Call, Table
 from sim.plan.schedules import explicit_order, positions
 from sim.problem import Problem
 from strategies.base import Space, draft_or_default, fill
-from strategies.offload.lowering import CLIPPING, SPECULATION, Clipping
+from strategies.lowering.updates import CLIPPING, SPECULATION, Clipping
 from strategies.registry import register
 
 __all__ = ["OFFLOAD", "AutoHete", "AutoHeteKnobs", "layer_segments"]
@@ -42,7 +41,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: last layers whose optimizer states live, and are updated, there.
         outer: embedding and head have their optimizer on the host as well.
         priority: the host's streams serve what the next forward needs first.
-        clipping: what an update waits for, see strategies.offload.lowering.CLIPPING.
+        clipping: what an update waits for, see strategies.lowering.updates.CLIPPING.
         whole_steps: a step begins when the one before has ended.
         parameter_buffers, gradient_buffers: layers on their way, on each chip.
         failure_rate: share of steps whose check fails ("speculate" only); assumed.
@@ -121,7 +120,7 @@ class AutoHete:
                 gradient_buffers=knobs.gradient_buffers,
                 late_updates=knobs.clipping == "global",
             ),
-            passes=(*given.passes, Call("offload", 1, args)),
+            passes=(*given.passes, Call("segments", 1, args)),
             barrier=knobs.whole_steps,
             exact=not reason,
             reason=reason,
@@ -138,33 +137,22 @@ def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> 
     where = {v: v % num_positions for v in range(len(cuts) - 1)}
     if draft.pipeline.order:
         where = positions(explicit_order(draft.pipeline.order))
+    stages = [
+        Segment(stage=v, cell=where[v], blocks=ends)
+        for v, ends in enumerate(itertools.pairwise(cuts))
+    ]
     found = []
-    for stage, (low, high) in enumerate(itertools.pairwise(cuts)):
-        for layer, first, last in _layers(blocks, low, high):
-            inside = 0 <= layer < n
-            host = []
-            if inside and layer < knobs.parameters:
-                host.append("parameters")
-            if layer >= n - knobs.optimizer if inside else knobs.outer:
-                host.append("optimizer")
-            found.append(
-                Segment(
-                    name=f"l{layer}" if inside else "embed" if layer < 0 else "head",
-                    stage=stage,
-                    cell=where[stage],
-                    blocks=(first, last),
-                    recompute="full" if inside and layer < knobs.checkpointed else "none",
-                    offload=tuple(host),  # type: ignore[arg-type]
-                )
-            )
+    for s in cut_layers(problem.model, stages):
+        layer = blocks[s.blocks[0]].layer
+        inside = 0 <= layer < n
+        host = []
+        if inside and layer < knobs.parameters:
+            host.append("parameters")
+        if layer >= n - knobs.optimizer if inside else knobs.outer:
+            host.append("optimizer")
+        again = "full" if inside and layer < knobs.checkpointed else "none"
+        found.append(msgspec.structs.replace(s, recompute=again, offload=tuple(host)))
     return tuple(found)
-
-
-def _layers(blocks: tuple[Block, ...], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """(label, first, last + 1) of the runs of blocks with one label."""
-    for layer, run in itertools.groupby(range(low, high), key=lambda i: blocks[i].layer):
-        mine = list(run)
-        yield layer, mine[0], mine[-1] + 1
 
 
 def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:

@@ -27,8 +27,8 @@ from sim.plan.plan import Call, Plan
 from sim.plan.validate import validate
 from sim.problem import Problem, load_problem
 from strategies.compose import compose
+from strategies.lowering.updates import CLIPPING
 from strategies.offload.autohete import AutoHeteKnobs
-from strategies.offload.lowering import CLIPPING
 from tests.contract import miniatures
 from tests.validation.exercise import machine, model, problem
 from tests.validation.host_side import with_host
@@ -264,7 +264,7 @@ def test_only_what_changes_the_mathematics_is_inexact(way: str) -> None:
     plan = plan_of(gpt(1, 1), optimizer=1, clipping=way)
     assert plan.exact == (way not in ("per-block", "previous-norm"))
     assert plan.exact or "clipped" in plan.reason
-    call = next(c for c in plan.lowering if c.name == "offload")
+    call = next(c for c in plan.lowering if c.name == "segments")
     assert call.args["clipping"] == way
 
 
@@ -363,6 +363,6 @@ def test_segments_that_do_not_cut_the_stages_are_refused() -> None:
 
 def test_unknown_clipping_is_refused() -> None:
     plan = plan_of(gpt(1, 1), optimizer=1)
-    calls = (*plan.lowering[:-1], Call("offload", 1, {"clipping": "perhaps"}))
+    calls = (*plan.lowering[:-1], Call("segments", 1, {"clipping": "perhaps"}))
     with pytest.raises(PlanError, match="unknown clipping"):
         validate(msgspec.structs.replace(plan, lowering=calls))

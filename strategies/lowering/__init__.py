@@ -1,0 +1,1 @@
+"""Lowering pass ``segments``: stages run segment by segment, see strategies.lowering.segments."""

@@ -1,0 +1,80 @@
+"""A variant on its way through the pass ``segments``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from sim.plan.deps import resolve
+from sim.plan.flat import flatten
+from sim.plan.op import Dep, Op
+from sim.plan.placement import Segment
+from sim.plan.plan import Plan
+from sim.plan.variant import Variant, program_of
+from strategies.lowering.kinds import FETCH_B
+
+__all__ = ["Cut", "Settings"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of the pass, see strategies.lowering.segments."""
+
+    priority: bool = True
+    clipping: str = "none"
+    whole: bool = False
+
+
+class Cut:
+    """One variant on its way through the pass.
+
+    Attributes:
+        variant, plan, settings: given. segments: of every virtual stage, in order of the forward.
+        hosted: virtual stages of this position. one: a step has one microbatch.
+        ops: the list so far. extra: dependencies of an op, by its name, beside the implied ones.
+        order: number of each segment of this position, in the order of the forward.
+        ready: ops that complete a gradient for its update.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        plan: Plan,
+        segments: dict[int, list[Segment]],
+        settings: Settings,
+    ) -> None:
+        self.variant, self.plan, self.settings = variant, plan, settings
+        self.segments = segments
+        self.hosted = frozenset(s for s in segments if segments[s][0].cell == variant.position)
+        self.one = variant.microbatches == 1
+        self.ops: list[Op] = []
+        self.extra: dict[str, list[Dep]] = defaultdict(list)
+        mine = [(s.stage, s.name) for stage in sorted(self.hosted) for s in segments[stage]]
+        self.order = {key: i for i, key in enumerate(mine)}
+        self.ready: list[str] = []
+
+    def key(self, segment: Segment, kind: str = "") -> float | None:
+        """What the forward needs first comes first; what this backward needs, before all that."""
+        if not self.settings.priority:
+            return None
+        place = self.order[segment.stage, segment.name]
+        return float(-1 - place if kind == FETCH_B.name else place)
+
+    def op(self, kind: str, s: Segment, *deps: str, **fields: Any) -> Op:
+        """An op of a segment; without ``deps`` with the implied ones."""
+        written = tuple(Dep(d) for d in deps) if deps else None
+        return Op(kind=kind, stage=s.stage, label=s.name, deps=written, **fields)
+
+    def finish(self) -> Variant:
+        """Return the variant with the list, the extra dependencies written out."""
+        v = msgspec.structs.replace(self.variant, ops=tuple(self.ops))
+        found = resolve(flatten(program_of(v, False)), self.hosted)
+        written = []
+        for i, op in enumerate(v.ops):
+            extra = self.extra.get(op.name)
+            if extra:
+                implied = [Dep(v.ops[j].name, d) for j, d in found[i]]
+                op = msgspec.structs.replace(op, deps=tuple(dict.fromkeys([*implied, *extra])))
+            written.append(op)
+        return msgspec.structs.replace(v, ops=tuple(written))

@@ -1,0 +1,107 @@
+"""Lowering pass ``segments``: stages run segment by segment, and work that crosses the step.
+
+Per segment, as the placement says:
+
+* optimizer on the host: backward, REDUCE_GRAD, D2H of the gradient, OPT on the host, H2D of the
+  updated parameters, for which the next step's forward waits and for nothing else;
+* parameters on the host: a fetch before each use, into a ring of buffers whose slot the use before
+  must have left; an updated copy goes back where the optimizer stays on the chip.
+
+With several microbatches the gradient adds up on the chip and leaves after the last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from sim.errors import PlanError
+from sim.plan.op import Ref
+from sim.plan.placement import Segment
+from sim.plan.plan import Plan
+from sim.plan.variant import Variant
+from strategies.lowering.arrivals import add_fetches, wait_for_updates
+from strategies.lowering.cut import Cut, Settings
+from strategies.lowering.updates import CLIPPING, SPECULATION, add_norm, add_updates
+
+__all__ = ["segments"]
+
+
+def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
+    """Cut stages into their segments and add what the host does for them.
+
+    Args:
+        variants, plan: of the lowering.
+        args: ``priority``: host streams serve the first segments first (else list order).
+            ``clipping``: one of ``CLIPPING``. ``whole_steps``: nothing of a step begins before the
+            step before has ended on its rank.
+
+    Raises:
+        PlanError: unknown clipping; a plan that this pass does not carry (experts over several
+            replicas, a tied parameter on two positions, blocking transfers, ZeRO with parameters on
+            the host).
+    """
+    clipping = args.get("clipping", "none")
+    if clipping not in CLIPPING:
+        raise PlanError(
+            "unknown clipping", key="lowering.segments", found=clipping, expected=" ".join(CLIPPING)
+        )
+    found: dict[int, list[Segment]] = defaultdict(list)
+    for s in plan.placement.segments:
+        found[s.stage].append(s)
+    _check(variants, plan)
+    settings = Settings(
+        priority=bool(args.get("priority", True)),
+        clipping=clipping,
+        whole=bool(args.get("whole_steps", False)),
+    )
+    return [_cut(Cut(v, plan, found, settings)) for v in variants]
+
+
+def _check(variants: list[Variant], plan: Plan) -> None:
+    away = any("parameters" in s.offload for s in plan.placement.segments)
+    reasons = {
+        "experts spread over replicas": plan.placement.ep > 1,
+        "a parameter that two positions share": any(
+            op.kind == "ALL_REDUCE" and op.label == "embed" for v in variants for op in v.ops
+        ),
+        "parameters on the host under ZeRO": away and plan.mathematics.zero > 0,
+        "blocking transfers": any(
+            op.kind in ("F", "B", "I", "W") and op.deps is not None
+            for v in variants
+            for op in v.ops
+        ),
+    }
+    for what, broken in reasons.items():
+        if broken:
+            raise PlanError(f"the pass does not carry {what}", key="lowering.segments")
+
+
+def _cut(cut: Cut) -> Variant:
+    _passes(cut)
+    add_updates(cut)
+    add_norm(cut)
+    wait_for_updates(cut)
+    add_fetches(cut)
+    return cut.finish()
+
+
+def _passes(cut: Cut) -> None:
+    """F of a stage as its segments' F, B, I and W likewise, backwards."""
+    for op in cut.variant.ops:
+        if op.kind not in ("F", "B", "I", "W"):
+            cut.ops.append(op)
+            continue
+        mine = cut.segments[op.stage]
+        for s in mine if op.kind == "F" else reversed(mine):
+            drops = (s.recompute or cut.variant.recompute) == "full"
+            fields: dict[str, Any] = {"label": s.name}
+            if s.recompute and op.kind == "F":
+                fields["saves"] = "inputs" if drops else "all"
+            if s.recompute and op.kind in ("B", "I"):
+                fields["recompute"] = "inner" if drops else ""
+            if op.kind == "F" and cut.settings.clipping == "speculate":
+                fields["ref"] = Ref(SPECULATION, "forward")
+            cut.ops.append(msgspec.structs.replace(op, **fields))
