@@ -8,6 +8,8 @@ their parameters are needed last.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Collection
 
 import msgspec
 
@@ -24,7 +26,7 @@ from strategies.base import Space, draft_or_default, fill
 from strategies.lowering.updates import CLIPPING, SPECULATION, Clipping
 from strategies.registry import register
 
-__all__ = ["OFFLOAD", "AutoHete", "AutoHeteKnobs", "layer_segments"]
+__all__ = ["OFFLOAD", "AutoHete", "AutoHeteKnobs", "layer_segments", "own_layers"]
 
 INEXACT = {
     "per-block": "gradients are clipped block by block",
@@ -39,6 +41,8 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         checkpointed: first layers that keep their inputs only.
         parameters: first layers whose parameters live on the host.
         optimizer: last layers whose optimizer states live, and are updated, there.
+        stages: (checkpointed, parameters, optimizer) of each pipeline position, counted over its
+            own layers; () takes the three integers above, which count over the whole model.
         outer: embedding and head have their optimizer on the host as well.
         priority: the host's streams serve what the next forward needs first.
         clipping: what an update waits for, see strategies.lowering.updates.CLIPPING.
@@ -50,6 +54,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
     checkpointed: int = 0
     parameters: int = 0
     optimizer: int = 0
+    stages: tuple[tuple[int, int, int], ...] = ()
     outer: bool = False
     priority: bool = True
     clipping: Clipping = "none"
@@ -77,7 +82,7 @@ class AutoHete:
         fp16 skips a step whose gradients overflow, so its updates are speculated or wait.
         """
         given = draft_or_default(problem, draft)
-        why = _refused(problem, given)
+        why = _refused(problem, given, {c.stage for c in given.cells})
         if why:
             return Space((), why)
         n = problem.model.num_layers
@@ -101,8 +106,11 @@ class AutoHete:
         _check(problem, given, knobs)
         segments = layer_segments(problem, given, knobs)
         # Cells price the recomputation; segments that recompute nothing say so.
-        mode = "full" if knobs.checkpointed else "none"
-        cells = tuple(msgspec.structs.replace(c, recompute=mode) for c in given.cells)
+        again = {s.cell for s in segments if s.recompute == "full"}
+        cells = tuple(
+            msgspec.structs.replace(c, recompute="full" if c.stage in again else "none")
+            for c in given.cells
+        )
         reason = INEXACT.get(knobs.clipping, "")
         args = {
             "priority": knobs.priority,
@@ -131,6 +139,34 @@ class AutoHete:
 
 def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> tuple[Segment, ...]:
     """Return one segment per layer of every virtual stage; embedding and head stand apart."""
+    places, n = _places(problem, draft), problem.model.num_layers
+    own = Counter(s.cell for s, inside in places if inside)
+    seen: Counter[int] = Counter()
+    found = []
+    for s, inside in places:
+        layer = problem.model.blocks[s.blocks[0]].layer
+        counts, place, total = (knobs.checkpointed, knobs.parameters, knobs.optimizer), layer, n
+        if knobs.stages:
+            counts, place, total = knobs.stages[s.cell], seen[s.cell], own[s.cell]
+        seen[s.cell] += inside
+        host = []
+        if inside and place < counts[1]:
+            host.append("parameters")
+        if place >= total - counts[2] if inside else knobs.outer:
+            host.append("optimizer")
+        again = "full" if inside and place < counts[0] else "none"
+        found.append(msgspec.structs.replace(s, recompute=again, offload=tuple(host)))
+    return tuple(found)
+
+
+def own_layers(problem: Problem, draft: PlanDraft) -> tuple[int, ...]:
+    """Return how many layers each pipeline position has; one cut in two counts on both sides."""
+    own = Counter(s.cell for s, inside in _places(problem, draft) if inside)
+    return tuple(own[s] for s in range(1 + max(c.stage for c in draft.cells)))
+
+
+def _places(problem: Problem, draft: PlanDraft) -> list[tuple[Segment, bool]]:
+    """Segments of one layer, in the model's order, and whether it is one: not embedding or head."""
     n, blocks = problem.model.num_layers, problem.model.blocks
     cuts = draft.pipeline.cuts or (0, len(blocks))
     num_positions = 1 + max(c.stage for c in draft.cells)
@@ -141,30 +177,12 @@ def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> 
         Segment(stage=v, cell=where[v], blocks=ends)
         for v, ends in enumerate(itertools.pairwise(cuts))
     ]
-    found = []
-    for s in cut_layers(problem.model, stages):
-        layer = blocks[s.blocks[0]].layer
-        inside = 0 <= layer < n
-        host = []
-        if inside and layer < knobs.parameters:
-            host.append("parameters")
-        if layer >= n - knobs.optimizer if inside else knobs.outer:
-            host.append("optimizer")
-        again = "full" if inside and layer < knobs.checkpointed else "none"
-        found.append(msgspec.structs.replace(s, recompute=again, offload=tuple(host)))
-    return tuple(found)
+    found = cut_layers(problem.model, stages)
+    return [(s, 0 <= blocks[s.blocks[0]].layer < n) for s in found]
 
 
 def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
-    n = problem.model.num_layers
-    for field in ("checkpointed", "parameters", "optimizer"):
-        if not 0 <= getattr(knobs, field) <= n:
-            raise InputError(
-                "counts of layers lie between none and all",
-                key=f"offload.{field}",
-                found=str(getattr(knobs, field)),
-                expected=f"0 to {n}",
-            )
+    _check_counts(problem, draft, knobs)
     if min(knobs.parameter_buffers, knobs.gradient_buffers) < 1:
         raise InputError("a ring has at least one buffer", key="offload", found="0", expected="1")
     if not 0 <= knobs.failure_rate <= 1:
@@ -174,8 +192,10 @@ def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
             found=str(knobs.failure_rate),
             expected="0 to 1",
         )
-    why = _refused(problem, draft)
-    if not why and knobs.parameters and draft.data.zero:
+    away = {s.cell for s in layer_segments(problem, draft, knobs) if s.offload}
+    why = _refused(problem, draft, away)
+    fetches = knobs.parameters or any(p for _, p, _ in knobs.stages)
+    if not why and fetches and draft.data.zero:
         why = "ZeRO shards what the host would hold whole; offload the optimizer only"
     if not why and _skips(problem) and knobs.clipping == "none":
         others = " ".join(c for c in CLIPPING if c != "none")
@@ -189,12 +209,40 @@ def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
         raise InputError(why, key="offload", expected="another plan, or nothing on the host")
 
 
+def _check_counts(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
+    n = problem.model.num_layers
+    whole = {f: getattr(knobs, f) for f in ("checkpointed", "parameters", "optimizer")}
+    asked = [(f"offload.{field}", count, n) for field, count in whole.items()]
+    if knobs.stages:
+        own = own_layers(problem, draft)
+        if len(knobs.stages) != len(own) or any(whole.values()):
+            raise InputError(
+                "integers by position stand for all positions, and instead of the model's",
+                key="offload.stages",
+                found=f"{len(knobs.stages)} positions, " + " ".join(map(str, whole.values())),
+                expected=f"{len(own)} positions, 0 0 0",
+            )
+        asked = [
+            (f"offload.stages[{s}]", count, own[s])
+            for s, counts in enumerate(knobs.stages)
+            for count in counts
+        ]
+    for key, count, most in asked:
+        if not 0 <= count <= most:
+            raise InputError(
+                "counts of layers lie between none and all",
+                key=key,
+                found=str(count),
+                expected=f"0 to {most}",
+            )
+
+
 def _skips(problem: Problem) -> bool:
     return problem.job.dtype == "fp16"
 
 
-def _refused(problem: Problem, draft: PlanDraft) -> str:
-    """Why the pass does not carry a draft, "" when it does."""
+def _refused(problem: Problem, draft: PlanDraft, away: Collection[int]) -> str:
+    """Why the pass does not carry a draft with these positions on the host, "" when it does."""
     p = draft.pipeline
     several = len({c.stage for c in draft.cells}) > 1
     if draft.expert.ep > 1:
@@ -203,14 +251,10 @@ def _refused(problem: Problem, draft: PlanDraft) -> str:
         return "a tied embedding on two positions is updated in two places"
     if p.blocking_p2p or p.blocking_sends:
         return "blocking transfers write the dependencies of whole stages"
-    if not all(problem.machine.nodes[k].pcie_rate for k in _nodes(problem, draft)):
+    chips = {k for c in draft.cells if c.stage in away for k in c.chips}
+    if any(not n.pcie_rate and chips & set(range(*n.chips)) for n in problem.machine.nodes):
         return "a node has no link to host memory"
     return ""
-
-
-def _nodes(problem: Problem, draft: PlanDraft) -> list[int]:
-    used = {c for cell in draft.cells for c in cell.chips}
-    return [n.index for n in problem.machine.nodes if used & set(range(*n.chips))]
 
 
 def _tables(knobs: AutoHeteKnobs) -> dict[str, Table]:
