@@ -5,11 +5,12 @@ Terms [B] of a cell's fullest rank:
     parameters      weights the products read; tied ones once
     gradients       accumulated gradients
     gradient copy   16-bit gradients beside fp32 ones (fp16 only: loss scaling keeps both)
-    optimizer       moments and master weights, divided by ZeRO-1
+    optimizer       moments and master weights, divided by ZeRO
     activations     kept for the backward pass, times microbatches in flight
     working         what one backward needs for a moment: the recomputed layer, the gradient of a
                     block's input and output, the 16-bit weight gradient of the largest block
-    gathered        parameters gathered from other ranks; none up to ZeRO-1, which updates in place
+    gathered        parameters on their way from other ranks or the host; none up to ZeRO-1, which
+                    updates in place
     communication   receive buffers, and the gathered sequence under sequence parallelism
     logits          logits in the compute dtype and their fp32 softmax and gradient
     allocator gap   the accelerator's share of all of the above (reserved minus allocated)
@@ -51,8 +52,9 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         microbatch: [sequences]. tp, cp, ep: sizes. recompute: what is not kept.
         sequence_parallel: unsplit activations are divided by tp. buffers: receive buffers per pair.
-        shards: ranks among which ZeRO-1 divides optimizer states, 1 without it; those of experts it
-            divides among ``shards / ep``.
+        shards: ranks among which ZeRO divides optimizer states, 1 without it; those of experts it
+            divides among ``shards / ep``. What ZeRO-2 and 3 divide besides, plans by segment know
+            (sim.cost.offload).
     """
 
     microbatch: int = 1

@@ -5,6 +5,10 @@ and rings of buffers through which the others' parameters and gradients pass. In
 each rank: optimizer states and landed gradients of the segments that the host updates, and a copy
 of the parameters wherever parameters or optimizer live there. Activations follow each segment's
 own recomputation.
+
+ZeRO-2 keeps shards of gradients, and a ring of gradients on their way to the sum; ZeRO-3 keeps
+shards of parameters too, and a ring of gathered segments (Rajbhandari et al. 2020, sections 5.2 and
+5.3). The host then holds shards as well.
 """
 
 from __future__ import annotations
@@ -52,9 +56,15 @@ class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of one segment on one rank: held, and those it updates."""
+    """Parameters of one segment on one rank.
+
+    Args:
+        segment: whose. used: that its passes read. held: without what another segment holds.
+        owned: that the rank updates.
+    """
 
     segment: Segment
+    used: float
     held: float
     owned: float
 
@@ -68,11 +78,12 @@ def _shares(plan: Plan, problem: Problem, cell: Cell, knobs: MemoryKnobs) -> lis
             continue
         blocks = problem.model.blocks[s.blocks[0] : s.blocks[1]]
         dense, experts = rank_params(blocks, knobs.tp, knobs.ep)
+        used = dense + experts
         for b in {b.shares: b for b in blocks if b.shares in seen}.values():
             dense -= b.params / knobs.tp
         seen |= {b.shares for b in blocks if b.shares}
         owned = dense / knobs.shards + experts / max(1, knobs.shards // knobs.ep)
-        found.append(_Share(segment=s, held=dense + experts, owned=owned))
+        found.append(_Share(segment=s, used=used, held=dense + experts, owned=owned))
     return found
 
 
@@ -108,12 +119,15 @@ def segment_terms(
     )
     terms = {name: float(base[name]) for name in TERMS}
     copied = terms["gradient copy"] > 0
-    away = [s.held for s in shares if "parameters" in s.segment.offload]
-    staying = sum(s.held for s in shares if "parameters" not in s.segment.offload)
+    gathers = _gathers(plan, knobs)
+    # A rank's copy of what it fetches, and keeps: its shard where parameters are gathered.
+    away = [_copy(s, gathers) for s in shares if "parameters" in s.segment.offload]
+    staying = sum(_copy(s, gathers) for s in shares if "parameters" not in s.segment.offload)
+    rings = max(away, default=0.0) + (max(s.used for s in shares) if gathers else 0.0)
     updated = sum(s.owned for s in shares if "optimizer" not in s.segment.offload)
-    gradients = _gradients(plan, cell, shares)
+    gradients = _gradients(plan, cell, shares, knobs)
     terms["parameters"] = staying * job.param_bytes
-    terms["gathered"] = placement.parameter_buffers * max(away, default=0.0) * job.param_bytes
+    terms["gathered"] = placement.parameter_buffers * rings * job.param_bytes
     terms["optimizer"] = updated * job.optimizer_bytes
     terms["gradients"] = gradients * job.gradient_bytes
     terms["gradient copy"] = gradients * job.param_bytes if copied else 0.0
@@ -129,12 +143,34 @@ def segment_terms(
     return terms
 
 
-def _gradients(plan: Plan, cell: Cell, shares: Sequence[_Share]) -> float:
-    """Gradient elements on the chip at once: whole where microbatches add up or updates wait."""
+def _gathers(plan: Plan, knobs: MemoryKnobs) -> bool:
+    """Whether a rank holds shards of parameters and gathers them."""
+    return plan.mathematics.zero == 3 and knobs.shards > 1
+
+
+def _copy(share: _Share, gathers: bool) -> float:
+    return share.owned if gathers else share.held
+
+
+def _gradients(plan: Plan, cell: Cell, shares: Sequence[_Share], knobs: MemoryKnobs) -> float:
+    """Gradient elements on the chip at once: whole where microbatches add up or updates wait.
+
+    Under ZeRO-2 and 3 shards, and the ring of gradients on their way to the sum.
+    """
+    placement = plan.placement
+    if plan.mathematics.zero >= 2 and knobs.shards > 1:
+        unsummed = placement.gradient_buffers * max(s.used for s in shares)
+        return unsummed + _summed(plan, cell, shares, [s.owned for s in shares])
+    return _summed(plan, cell, shares, [s.held for s in shares])
+
+
+def _summed(plan: Plan, cell: Cell, shares: Sequence[_Share], sizes: Sequence[float]) -> float:
+    """Gradient elements of these sizes that stand on the chip until their update."""
     placement = plan.placement
     m = placement.microbatches[cell.replica] if placement.microbatches else 1
-    streamed = [s.held for s in shares if "optimizer" in s.segment.offload]
-    local = [s.held for s in shares if "optimizer" not in s.segment.offload]
+    both = list(zip(shares, sizes, strict=True))
+    streamed = [size for s, size in both if "optimizer" in s.segment.offload]
+    local = [size for s, size in both if "optimizer" not in s.segment.offload]
     if m > 1:
         return sum(streamed) + sum(local)
     ring = placement.gradient_buffers * max(streamed, default=0.0)
@@ -160,14 +196,17 @@ def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, H
     where = places(machine).node
     sums: dict[int, dict[str, float]] = {}
     for cell in placement.cells:
-        for s in _shares(plan, problem, cell, knobs_of(plan, cell)):
+        knobs = knobs_of(plan, cell)
+        for s in _shares(plan, problem, cell, knobs):
             if not s.segment.offload:
                 continue
+            away = "parameters" in s.segment.offload
+            copy = _copy(s, _gathers(plan, knobs)) if away else s.owned
             states = s.owned if "optimizer" in s.segment.offload else 0.0
             sizes = (
                 states * job.optimizer_bytes,
                 states * job.gradient_bytes,
-                s.held * job.param_bytes,
+                copy * job.param_bytes,
             )
             for rank in cell.ranks:
                 node = where[placement.chips[rank] if placement.chips else rank]

@@ -19,6 +19,7 @@ _COLLECTIVE = {
     "MOVE_EXPERT": "all_to_all",
     "REDUCE_EXPERT": "all_to_all",
     "UNSHARD": "all_gather",
+    "UNSHARD_B": "all_gather",
     "REDUCE_GRAD": "all_reduce",
 }
 
@@ -48,7 +49,7 @@ def collective_of(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float
         return "all_reduce", 0.0
     if op.amount:
         return _COLLECTIVE.get(op.kind, "all_reduce"), _stated_bytes(work, op)
-    if op.kind in ("REDUCE_GRAD", "UNSHARD"):
+    if op.kind in ("REDUCE_GRAD", "UNSHARD", "UNSHARD_B"):
         return _gradient(work, op, wire, rank)
     if op.kind == "ALL_REDUCE" and op.label == "embed":
         shared = {b.shares: b.params for b in work.segment(op, rank) if b.shares}
@@ -76,14 +77,20 @@ def collective_of(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float
 
 
 def _gradient(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float]:
-    """Gradients of a stage's shard, or its updated parameters."""
-    blocks, ep = work.own_blocks(op, rank), work.placement.ep
+    """Gradients of a stage's or segment's shard, or its parameters.
+
+    Per microbatch a segment gathers, and reduces gradients of, all that it uses; per step a
+    parameter that two segments share moves once.
+    """
+    per_microbatch = work.math.zero == 3 or (work.math.zero == 2 and op.kind == "REDUCE_GRAD")
+    blocks = work.segment(op, rank) if per_microbatch else work.own_blocks(op, rank)
+    ep = work.placement.ep
     if op.label == EXPERTS:
         _, elements = rank_params(blocks, work.cell(rank, op).tp, ep)
     else:
         dense, experts = rank_params(blocks, wire.share[1] // wire.share[0], 1)
         elements = dense + (experts if ep == 1 else 0.0)
-    if op.kind == "UNSHARD":
+    if op.kind != "REDUCE_GRAD":
         return "all_gather", elements * work.problem.job.param_bytes
     kind = "reduce_scatter" if work.math.zero else "all_reduce"
     return kind, elements * dtype_bytes(work.math.reduction_dtype)

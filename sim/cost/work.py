@@ -264,13 +264,15 @@ class Work:
         return optimizer_time(accelerator, self.problem.job, params, update=update)
 
     def held_params(self, op: Op, rank: int) -> float:
-        """Parameters of the op's segment on its rank."""
+        """Parameters of the op's segment that its rank keeps: its shard under ZeRO-3."""
+        if self.math.zero == 3:
+            return self.owned_params(op, rank)
         return sum(
             rank_params(self.own_blocks(op, rank), self.cell(rank, op).tp, self.placement.ep)
         )
 
     def owned_params(self, op: Op, rank: int) -> float:
-        """Parameters of the op's segment that its rank updates: its shard under ZeRO-1."""
+        """Parameters of the op's segment that its rank updates: its shard under ZeRO."""
         ep = self.placement.ep
         dense, experts = rank_params(self.own_blocks(op, rank), self.cell(rank, op).tp, ep)
         if self.math.zero:

@@ -2,6 +2,7 @@
 
 The rules are those of the plan format: RECV -> F or B; a segment's F -> its B, I; I -> W;
 producer -> SEND; a segment's last W or B -> REDUCE_GRAD -> OPT -> its first F one step later.
+With a microbatch's number UNSHARD -> its F, UNSHARD_B -> its B and I, its W or B -> REDUCE_GRAD.
 A written dependency replaces the implied ones of that op.
 """
 
@@ -145,7 +146,7 @@ def _implied(
         above = names.at(i, "F", stage - 1, op.mb, op.part) if stage - 1 in hosted else []
         found = _arrivals(i, op, ops, names, "F") or _last(above)
         found = found + _last(names.at(i, "F", stage, op.mb, op.part))
-        found += _last(_of_segment(i, op, ops, names, "UNSHARD"))
+        found += _gathered(i, op, ops, names, "UNSHARD")
         return [(j, 0) for j in found] + _updates(i, op, ops, names)
     if kind in ("B", "I", "R", "W"):
         found = _backward(i, op, ops, names, hosted)
@@ -177,7 +178,7 @@ def _backward(i: int, op: Op, ops: list[Op], names: _Names, hosted: frozenset[in
 
     if op.kind == "W":
         return same("I")
-    found = same("F") + same("R")
+    found = same("F") + same("R") + _gathered(i, op, ops, names, "UNSHARD_B")
     if op.kind == "R":
         return found
     arrived = _arrivals(i, op, ops, names, "B")
@@ -197,7 +198,11 @@ def _before(positions: list[int] | None, i: int) -> list[int]:
 
 
 def _gradient(i: int, op: Op, ops: list[Op], names: _Names) -> list[int]:
-    """The op that completes a segment's gradient: its last W, or its last B."""
+    """The op that completes a segment's gradient, or a microbatch's part of it: the last W or B."""
+    if op.kind == "REDUCE_GRAD" and op.mb >= 0:
+        where = (names.stage(op), op.mb, op.part)
+        hits = names.at(i, "W", *where) or names.at(i, "B", *where)
+        return _last([j for j in hits if not op.label or ops[j].label == op.label])
     return _last(_of_segment(i, op, ops, names, "W") or _of_segment(i, op, ops, names, "B"))
 
 
@@ -223,6 +228,13 @@ def _of_segment(i: int, op: Op, ops: list[Op], names: _Names, kind: str) -> list
     return [j for j in hits if j < i and (not op.label or ops[j].label in ("", op.label))]
 
 
+def _gathered(i: int, op: Op, ops: list[Op], names: _Names, kind: str) -> list[int]:
+    """The gather of the op's segment: for its microbatch, or for the whole step."""
+    stage = names.stage(op)
+    hits = names.at(i, kind, stage, op.mb, -1) or names.at(i, kind, stage, -1, -1)
+    return _last([j for j in hits if not op.label or ops[j].label in ("", op.label)])
+
+
 def _updates(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, int]]:
     """A segment's first F waits for its update of the step before."""
     stage = names.stage(op)
@@ -232,7 +244,7 @@ def _updates(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, in
         ops[j].label: j
         for kind in ("OPT", "UNSHARD")
         for j in names.by_stage.get((kind, stage), ())
-        if j > i and ops[j].label in ("", EXPERTS, op.label)
+        if j > i and ops[j].label in ("", EXPERTS, op.label) and (kind == "OPT" or ops[j].mb < 0)
     }
     whole = [later.pop(EXPERTS)] if EXPERTS in later else []
     return [(j, 1) for j in [*([max(later.values())] if later else []), *whole]]

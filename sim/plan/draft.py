@@ -78,11 +78,16 @@ class DataKnobs(msgspec.Struct, frozen=True, kw_only=True):
     """Knobs of the data axis.
 
     Args:
-        microbatches: of each replica. zero: 0, or 1 for sharded optimizer states.
+        microbatches: of each replica.
+        zero: what the replicas share out: nothing (0), optimizer states (1), gradients too (2),
+            parameters too (3).
+        buffers: segments gathered, and gradients before their sum, that a chip keeps under ZeRO-2
+            and 3; 0 for the rings that ``OffloadKnobs`` names.
     """
 
     microbatches: tuple[int, ...] = (1,)
     zero: int = 0
+    buffers: int = 0
 
 
 class TensorKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,7 @@ _TABLE: tuple[tuple[str, Stream, Cost, Memory], ...] = (
     ("REDUCE_GRAD", "group", "collective", "none"),
     ("ALL_REDUCE", "group", "collective", "none"),
     ("ALL_GATHER", "group", "collective", "none"),
+    ("UNSHARD_B", "group", "collective", "gather"),
     ("REDUCE_SCATTER", "group", "collective", "none"),
     ("ALL_TO_ALL", "group", "collective", "none"),
     ("MOVE_EXPERT", "group", "collective", "none"),

@@ -10,6 +10,7 @@ from sim.errors import InputError, PlanError
 from sim.model.amounts import dtype_bytes, forward_flops
 from sim.model.graph import Model
 from sim.plan.draft import PlanDraft
+from sim.plan.layers import passes_of, segments_of, updates_late
 from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment, derive_groups
 from sim.plan.plan import Amount, Mathematics, Plan
@@ -27,7 +28,8 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
 
     Raises:
         InputError: chips used twice or not in the machine, cells that do not match their sizes,
-            a batch or cuts that do not add up, groups that cannot be formed.
+            a batch or cuts that do not add up, groups that cannot be formed, ZeRO-2 or 3 where
+            stages do not run by segment.
     """
     placement = _placement(problem, draft)
     job, p = problem.job, draft.pipeline
@@ -77,7 +79,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
             p.order,
             p.blocking_p2p,
         )
-        + draft.passes,
+        + passes_of(problem.job, draft),
         barrier=draft.barrier,
         buffers=p.buffers,
         tables=draft.tables,
@@ -130,7 +132,8 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         Segment(stage=v, cell=position[v], blocks=(a, b))
         for v, (a, b) in enumerate(itertools.pairwise(cuts))
     )
-    segments = _finer(draft.offload.segments, stages) if draft.offload.segments else stages
+    segments = segments_of(problem, draft, stages)
+    rings = draft.offload
     return Placement(
         cells=cells,
         segments=segments,
@@ -139,29 +142,10 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         microbatches=draft.data.microbatches,
         ep=draft.expert.ep,
         whole_boundaries=draft.pipeline.whole_boundaries,
-        parameter_buffers=draft.offload.parameter_buffers,
-        gradient_buffers=draft.offload.gradient_buffers,
-        late_updates=draft.offload.late_updates,
+        parameter_buffers=draft.data.buffers or rings.parameter_buffers,
+        gradient_buffers=draft.data.buffers or rings.gradient_buffers,
+        late_updates=rings.late_updates or updates_late(problem.job, draft),
     )
-
-
-def _finer(segments: tuple[Segment, ...], stages: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Check that finer segments cut every virtual stage into named runs of blocks."""
-    at = [(s.stage, *s.blocks) for s in segments]
-    joined = list(itertools.pairwise(at))
-    whole = [(s.stage, *s.blocks) for s in Placement(segments=segments).stages]
-    fits = whole == [(s.stage, *s.blocks) for s in stages]
-    fits = fits and all(b == x for (_, _, b), (_, x, _) in joined) and all(a < b for _, a, b in at)
-    names = {(s.stage, s.name) for s in segments if s.name}
-    cells = {s.stage: s.cell for s in stages}
-    if not fits or len(names) != len(segments) or any(s.cell != cells[s.stage] for s in segments):
-        raise InputError(
-            "segments must cut every stage into named runs of blocks",
-            key="offload.segments",
-            found=" ".join(f"{s.stage}[{s.name}]={s.blocks[0]}-{s.blocks[1]}" for s in segments),
-            expected=" ".join(f"{s.stage}={s.blocks[0]}-{s.blocks[1]}" for s in stages),
-        )
-    return segments
 
 
 def _positions(draft: PlanDraft, num_stages: int, virtual: int) -> dict[int, int]:

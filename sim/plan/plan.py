@@ -41,7 +41,8 @@ class Mathematics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         global_batch: [sequences]. sequence_length: [tokens]. microbatch: [sequences].
         dtype: compute dtype. reduction_dtype: of gradient sums. optimizer: name.
-        zero: ZeRO stage (0 or 1). sequence_parallel: activations split along the sequence.
+        zero: ZeRO stage: replicas share optimizer states (1), gradients too (2), parameters
+            too (3). sequence_parallel: activations split along the sequence.
     """
 
     global_batch: int = 1

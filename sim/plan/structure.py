@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sim.errors import PlanError
+from sim.plan.layers import SEGMENTS
 from sim.plan.lower import amounts_of, boundaries_of
 from sim.plan.plan import Plan
 from sim.plan.schedules import SCHEDULES
@@ -111,9 +112,15 @@ def _sizes(plan: Plan) -> None:
     for key, value in positive.items():
         if value < 1:
             raise PlanError("a size must be positive", key=key, found=str(value), expected=">= 1")
-    if math.zero not in (0, 1):
+    by_segment = not plan.lowering or any(call.name == SEGMENTS for call in plan.lowering)
+    if math.zero in (2, 3) and not by_segment:
         raise PlanError(
-            "unknown ZeRO stage", key="mathematics.zero", found=str(math.zero), expected="0 or 1"
+            "ZeRO-2 and 3 are lowered segment by segment", key="lowering",
+            found=" ".join(c.name for c in plan.lowering), expected=f"the pass {SEGMENTS}",
+        )  # fmt: skip
+    if math.zero not in (0, 1, 2, 3):
+        raise PlanError(
+            "unknown ZeRO stage", key="mathematics.zero", found=str(math.zero), expected="0 to 3"
         )
     most = max(placement.microbatches, default=0)
     if most > MAX_MICROBATCHES or placement.num_ranks > MAX_RANKS:

@@ -16,6 +16,7 @@ __all__ = ["DEFAULT_ROLE", "End", "Wiring", "wire"]
 DEFAULT_ROLE = {
     "REDUCE_GRAD": "dp",
     "UNSHARD": "dp",
+    "UNSHARD_B": "dp",
     "BARRIER": "world",
     "ALL_TO_ALL": "ep",
     "MOVE_EXPERT": "ep",

@@ -75,7 +75,7 @@ class PinsDoc(Doc):
     ep: Count | None = Field(default=None, ge=1)
     schedule: str | None = None
     recompute: Recompute | None = None
-    zero: Literal[0, 1] | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
 
 
 class JobDoc(Doc):

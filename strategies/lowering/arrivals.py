@@ -1,16 +1,22 @@
-"""How parameters reach a pass: updated ones of the step before, and fetches from the host."""
+"""How parameters reach a pass: updated ones of the step before, gathers, fetches from the host."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import msgspec
 
 from sim.plan.op import Dep, Op
+from sim.plan.placement import Segment
 from strategies.lowering.cut import Cut
 from strategies.lowering.kinds import FETCH_B, FETCH_F
 
-__all__ = ["add_fetches", "wait_for_updates"]
+__all__ = ["add_fetches", "add_gathers", "wait_for_updates"]
+
+PASSES = ("F", "B", "I")
+"""Kinds that read parameters; a W reads none."""
+GATHERS = ("UNSHARD", "UNSHARD_B")
 
 
 def wait_for_updates(cut: Cut) -> None:
@@ -28,25 +34,69 @@ def wait_for_updates(cut: Cut) -> None:
 def _ended(cut: Cut) -> list[Dep]:
     """What ends a step."""
     kinds = ("OPT", "H2D", "D2H", "HOST", "UNSHARD")
-    return [Dep(op.name, 1) for op in cut.ops if op.kind in kinds]
+    return [Dep(op.name, 1) for op in cut.ops if op.kind in kinds and op.mb < 0]
+
+
+def add_gathers(cut: Cut) -> None:
+    """ZeRO-3 (Rajbhandari et al. 2020, section 5.3): gather a segment's parameters for each pass.
+
+    Each as early as a buffer may be free, behind the update of the step before.
+    """
+
+    def gather(use: Op, s: Segment) -> Op:
+        kind = "UNSHARD" if use.kind == "F" else "UNSHARD_B"
+        source = "H2D" if "optimizer" in s.offload else "OPT"
+        if "parameters" in s.offload:
+            return Op(kind=kind, stage=s.stage, label=s.name, mb=use.mb, deps=())
+        updated = Dep(cut.op(source, s).name, 1)
+        return Op(kind=kind, stage=s.stage, label=s.name, mb=use.mb, deps=(updated,))
+
+    passes = [i for i, op in enumerate(cut.ops) if op.kind in PASSES and op.stage in cut.gathered]
+    _bring(cut, passes, gather)
 
 
 def add_fetches(cut: Cut) -> None:
     """Fetch parameters that live on the host, each as early as a buffer may be free.
 
-    Consecutive uses of one segment share a fetch: the last block's forward and backward.
+    A fetch serves a pass, or the gather that makes the shards whole.
     """
-    away = {
-        (s.stage, s.name): s
-        for mine in cut.segments.values()
-        for s in mine
-        if "parameters" in s.offload
-    }
+    away = {(s.stage, s.name) for s in _named(cut).values() if "parameters" in s.offload}
+
+    def fetch(use: Op, s: Segment) -> Op:
+        kind = FETCH_F.name if use.kind in ("F", "UNSHARD") else FETCH_B.name
+        source = "OPT" if "optimizer" in s.offload else "D2H"
+        made = cut.op(kind, s, mb=use.mb, priority=cut.key(s, kind))
+        return msgspec.structs.replace(made, deps=(Dep(cut.op(source, s).name, 1),))
+
+    _bring(
+        cut,
+        [
+            i
+            for i, op in enumerate(cut.ops)
+            if (op.stage, op.label) in away
+            and (op.kind in GATHERS if op.stage in cut.gathered else op.kind in PASSES)
+        ],
+        fetch,
+    )
+
+
+def _named(cut: Cut) -> dict[tuple[int, str], Segment]:
+    return {(s.stage, s.name): s for mine in cut.segments.values() for s in mine}
+
+
+def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op]) -> None:
+    """List what brings parameters before the ops that use them, through a ring of buffers.
+
+    Consecutive uses of one segment share a buffer: the last block's forward and backward.
+
+    Args:
+        cut: whose ops. users: positions of the uses, rising.
+        make: (first use, its segment) -> the op that brings it, with its other dependencies.
+    """
+    named = _named(cut)
     holds: list[list[int]] = []
-    for i, op in enumerate(cut.ops):
-        if op.kind not in ("F", "B", "I") or (op.stage, op.label) not in away:
-            continue
-        last = cut.ops[holds[-1][-1]] if holds else None
+    for i in users:
+        op, last = cut.ops[i], cut.ops[holds[-1][-1]] if holds else None
         if last and (last.stage, last.label) == (op.stage, op.label):
             holds[-1].append(i)
         else:
@@ -55,21 +105,18 @@ def add_fetches(cut: Cut) -> None:
     listed: dict[int, list[Op]] = defaultdict(list)
     for k, uses in enumerate(holds):
         op = cut.ops[uses[0]]
-        s = away[op.stage, op.label]
-        kind = FETCH_F.name if op.kind == "F" else FETCH_B.name
-        source = "OPT" if "optimizer" in s.offload else "D2H"
+        brings = make(op, named[op.stage, op.label])
         # The ring goes round: the first slots were left in a step before.
         steps, before = divmod(k - slots, len(holds))
         deps = [
-            Dep(cut.op(source, s).name, 1),
+            *(brings.deps or ()),
             Dep(cut.ops[holds[before][-1]].name, -steps),
             *(_ended(cut) if cut.settings.whole and k < slots else ()),
         ]
-        fetch = cut.op(kind, s, mb=op.mb, priority=cut.key(s, kind))
-        fetch = msgspec.structs.replace(fetch, deps=tuple(dict.fromkeys(deps)))
+        brings = msgspec.structs.replace(brings, deps=tuple(dict.fromkeys(deps)))
         for use in uses:
-            cut.extra[cut.ops[use].name].append(Dep(fetch.name))
-        listed[holds[k - slots][-1] if k >= slots else -1].append(fetch)
+            cut.extra[cut.ops[use].name].append(Dep(brings.name))
+        listed[holds[k - slots][-1] if k >= slots else -1].append(brings)
     ops = list(listed[-1])
     for i, op in enumerate(cut.ops):
         ops += [op, *listed[i]]

@@ -35,6 +35,7 @@ class Cut:
         ops: the list so far. extra: dependencies of an op, by its name, beside the implied ones.
         order: number of each segment of this position, in the order of the forward.
         ready: ops that complete a gradient for its update.
+        sharded: virtual stages whose gradients are summed per microbatch (ZeRO-2 and 3).
     """
 
     def __init__(
@@ -53,6 +54,13 @@ class Cut:
         mine = [(s.stage, s.name) for stage in sorted(self.hosted) for s in segments[stage]]
         self.order = {key: i for i, key in enumerate(mine)}
         self.ready: list[str] = []
+        reduced = frozenset(op.stage for op in variant.ops if op.kind == "REDUCE_GRAD")
+        self.sharded = reduced if plan.mathematics.zero >= 2 else frozenset[int]()
+
+    @property
+    def gathered(self) -> frozenset[int]:
+        """Virtual stages whose parameters are gathered for each pass (ZeRO-3)."""
+        return self.sharded if self.plan.mathematics.zero == 3 else frozenset()
 
     def key(self, segment: Segment, kind: str = "") -> float | None:
         """What the forward needs first comes first; what this backward needs, before all that."""

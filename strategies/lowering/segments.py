@@ -1,4 +1,4 @@
-"""Lowering pass ``segments``: stages run segment by segment, and work that crosses the step.
+"""Lowering pass ``segments``: stages run segment by segment, under ZeRO and with a host.
 
 Per segment, as the placement says:
 
@@ -8,6 +8,12 @@ Per segment, as the placement says:
   must have left; an updated copy goes back where the optimizer stays on the chip.
 
 With several microbatches the gradient adds up on the chip and leaves after the last.
+
+* ZeRO-2 and 3: REDUCE_GRAD behind each microbatch's backward; only the shard adds up;
+* ZeRO-3: UNSHARD before each forward and UNSHARD_B before each backward, into a ring of buffers;
+  the optimizer updates the shard, and the next use gathers it. Parameters on the host are fetched
+  shard by shard first. A segment gathered for one pass leaves its buffer with it, so no RESHARD is
+  written.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from sim.plan.op import Ref
 from sim.plan.placement import Segment
 from sim.plan.plan import Plan
 from sim.plan.variant import Variant
-from strategies.lowering.arrivals import add_fetches, wait_for_updates
+from strategies.lowering.arrivals import add_fetches, add_gathers, wait_for_updates
 from strategies.lowering.cut import Cut, Settings
 from strategies.lowering.updates import CLIPPING, SPECULATION, add_norm, add_updates
 
@@ -40,8 +46,8 @@ def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[
 
     Raises:
         PlanError: unknown clipping; a plan that this pass does not carry (experts over several
-            replicas, a tied parameter on two positions, blocking transfers, ZeRO with parameters on
-            the host).
+            replicas, a tied parameter on two positions, blocking transfers, ZeRO-1 or 2 with
+            parameters on the host, replicas of unlike microbatches under ZeRO-2 and 3).
     """
     clipping = args.get("clipping", "none")
     if clipping not in CLIPPING:
@@ -67,7 +73,9 @@ def _check(variants: list[Variant], plan: Plan) -> None:
         "a parameter that two positions share": any(
             op.kind == "ALL_REDUCE" and op.label == "embed" for v in variants for op in v.ops
         ),
-        "parameters on the host under ZeRO": away and plan.mathematics.zero > 0,
+        "whole parameters on the host under ZeRO": away and plan.mathematics.zero in (1, 2),
+        "unlike numbers of microbatches under ZeRO-2 and 3": plan.mathematics.zero >= 2
+        and len(set(plan.placement.microbatches)) > 1,
         "blocking transfers": any(
             op.kind in ("F", "B", "I", "W") and op.deps is not None
             for v in variants
@@ -84,6 +92,7 @@ def _cut(cut: Cut) -> Variant:
     add_updates(cut)
     add_norm(cut)
     wait_for_updates(cut)
+    add_gathers(cut)
     add_fetches(cut)
     return cut.finish()
 

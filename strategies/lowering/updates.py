@@ -25,31 +25,37 @@ ROLLBACK = "rollback"
 
 
 def add_updates(cut: Cut) -> None:
-    """Put what follows the last backward op of each segment in place of the stage's own tail."""
+    """Put what follows the backward ops of each segment in place of the stage's own tail."""
     old = cut.ops
     reduced = {op.stage for op in old if op.kind == "REDUCE_GRAD"}
-    gathered = {op.stage for op in old if op.kind == "UNSHARD"}
+    updated_whole = {op.stage for op in old if op.kind == "UNSHARD"} - cut.gathered
     last = {(op.stage, op.label): i for i, op in enumerate(old) if op.kind in ("B", "W")}
-    places = {i: key for key, i in last.items()}
     named = {(s.stage, s.name): s for mine in cut.segments.values() for s in mine}
     waiting: list[Op] = []
     late: list[Op] = []
     sent: list[str] = []
+    summed: list[str] = []
     cut.ops = []
     for i, op in enumerate(old):
         if op.kind in ("REDUCE_GRAD", "OPT", "UNSHARD"):
             continue
         cut.ops.append(op)
-        if i not in places:
+        if op.kind not in ("B", "W"):
             continue
-        s, source = named[places[i]], op.name
-        # Updates on the chip stand behind the next backward, so as not to wait for a reduce.
-        cut.ops += waiting
-        waiting = []
-        if s.stage in reduced:
+        s, source = named[op.stage, op.label], op.name
+        final = last[op.stage, op.label] == i
+        if final:
+            # Updates on the chip stand behind the next backward, so as not to wait for a reduce.
+            cut.ops += waiting
+            waiting = []
+        if s.stage in cut.sharded:
+            source = _sum_of_one(cut, s, op, summed)
+        elif final and s.stage in reduced:
             cut.ops.append(cut.op("REDUCE_GRAD", s))
             source = cut.ops[-1].name
-        updated = _update(cut, s, source, s.stage in gathered)
+        if not final:
+            continue
+        updated = _update(cut, s, source, s.stage in updated_whole)
         if "optimizer" in s.offload:
             _ring(cut, s, op, sent)
             cut.ops += updated[:2]
@@ -61,6 +67,20 @@ def add_updates(cut: Cut) -> None:
         else:
             cut.ops += updated
     cut.ops += [*waiting, *late]
+
+
+def _sum_of_one(cut: Cut, s: Segment, op: Op, summed: list[str]) -> str:
+    """ZeRO-2 (Rajbhandari et al. 2020, section 5.2): sum a microbatch's gradient into its shards.
+
+    The sums of a segment share a stream, so the last one ends last. A backward takes a buffer that
+    an earlier gradient has left.
+    """
+    slots = cut.plan.placement.gradient_buffers
+    if len(summed) >= slots:
+        cut.extra[op.name].append(Dep(summed[-slots]))
+    cut.ops.append(cut.op("REDUCE_GRAD", s, op.name, mb=op.mb))
+    summed.append(cut.ops[-1].name)
+    return summed[-1]
 
 
 def _update(cut: Cut, s: Segment, source: str, gathers: bool) -> list[Op]:

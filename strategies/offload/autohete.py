@@ -17,7 +17,7 @@ from sim.cost.host import update_bytes
 from sim.errors import InputError
 from sim.model.amounts import rank_params
 from sim.plan.draft import OffloadKnobs, PlanDraft
-from sim.plan.layers import cut_layers
+from sim.plan.layers import cut_layers, not_by_segment
 from sim.plan.placement import Segment
 from sim.plan.plan import Amount, Call, Table
 from sim.plan.schedules import explicit_order, positions
@@ -28,6 +28,8 @@ from strategies.registry import register
 
 __all__ = ["OFFLOAD", "AutoHete", "AutoHeteKnobs", "layer_segments", "own_layers"]
 
+WHOLE = (1, 2)
+"""ZeRO stages whose shards of updated parameters would meet whole parameters on the host."""
 INEXACT = {
     "per-block": "gradients are clipped block by block",
     "previous-norm": "gradients are clipped by the norm of the step before",
@@ -92,7 +94,7 @@ class AutoHete:
             AutoHeteKnobs(checkpointed=c, parameters=p, optimizer=o, clipping=way)
             for way in ways
             for o, p, c in itertools.product(sizes, repeat=3)
-            if not (p and given.data.zero)
+            if not (p and given.data.zero in WHOLE)
         ]
         return Space(tuple(found))
 
@@ -195,8 +197,8 @@ def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
     away = {s.cell for s in layer_segments(problem, draft, knobs) if s.offload}
     why = _refused(problem, draft, away)
     fetches = knobs.parameters or any(p for _, p, _ in knobs.stages)
-    if not why and fetches and draft.data.zero:
-        why = "ZeRO shards what the host would hold whole; offload the optimizer only"
+    if not why and fetches and draft.data.zero in WHOLE:
+        why = "ZeRO-1 and 2 keep parameters whole on each rank; take stage 3 or the optimizer only"
     if not why and _skips(problem) and knobs.clipping == "none":
         others = " ".join(c for c in CLIPPING if c != "none")
         raise InputError(
@@ -243,14 +245,9 @@ def _skips(problem: Problem) -> bool:
 
 def _refused(problem: Problem, draft: PlanDraft, away: Collection[int]) -> str:
     """Why the pass does not carry a draft with these positions on the host, "" when it does."""
-    p = draft.pipeline
-    several = len({c.stage for c in draft.cells}) > 1
-    if draft.expert.ep > 1:
-        return "experts spread over replicas have gradients of their own groups"
-    if several and any(b.shares for b in problem.model.blocks):
-        return "a tied embedding on two positions is updated in two places"
-    if p.blocking_p2p or p.blocking_sends:
-        return "blocking transfers write the dependencies of whole stages"
+    why = not_by_segment(problem, draft)
+    if why:
+        return why
     chips = {k for c in draft.cells if c.stage in away for k in c.chips}
     if any(not n.pcie_rate and chips & set(range(*n.chips)) for n in problem.machine.nodes):
         return "a node has no link to host memory"

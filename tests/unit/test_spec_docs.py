@@ -188,7 +188,7 @@ def test_job_defaults_pins_and_limits():
         ("optimizer: {kind: adam, momentum: true}", "adam has its own moments", "sgd"),
         ("limits: {max_memory_fraction: 1.5}", "less than or equal to 1", ""),
         ("global_batch: 0", "duplicate key", ""),
-        ("pins: {zero: 3}", "not one of the choices", "0 or 1"),
+        ("pins: {zero: 4}", "not one of the choices", "0, 1, 2 or 3"),
     ],
 )
 def test_impossible_jobs(line, text, expected):
