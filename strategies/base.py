@@ -52,7 +52,7 @@ _PARTS = {
     "expert": ExpertKnobs,
     "offload": OffloadKnobs,
 }
-_LOOSE = ("passes", "tables", "amounts", "barrier", "exact", "reason")
+_LOOSE = ("passes", "tables", "amounts", "barrier", "servers", "exact", "reason")
 FIELDS = frozenset(
     [f"{part}.{f}" for part, kind in _PARTS.items() for f in kind.__struct_fields__] + list(_LOOSE)
 )

@@ -6,7 +6,7 @@ An op whose links (sim.cost.host_links) nobody else uses is a formula, otherwise
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 import msgspec
 
@@ -53,14 +53,20 @@ class Host:
     Args:
         graph: what is priced. work: amounts of its ops. contention: False gives everybody links of
             their own. watched: names of links whose rate changes during the run.
+        more: (actor, stream) that messages to and from ``on`` blocks use besides the graph's.
     """
 
     def __init__(
-        self, graph: OpGraph, work: Work, contention: bool, watched: frozenset[str] = frozenset()
+        self,
+        graph: OpGraph,
+        work: Work,
+        contention: bool,
+        watched: frozenset[str] = frozenset(),
+        more: Collection[tuple[int, str]] = (),
     ) -> None:
         self.graph, self.work, self.contention = graph, work, contention
         self.job = work.problem.job
-        self.links = HostLinks(graph, work, watched)
+        self.links = HostLinks(graph, work, watched, more)
         self.names, self.rates = self.links.names, self.links.rates
         self.assumptions: dict[str, None] = {}
         self._prices: dict[Hashable, HostPrice] = {}
@@ -158,6 +164,8 @@ class Host:
                 found=op.amount or "no amount",
                 expected="an amount the machine can price, or stated times",
             )
+        if op.kind == "APPLY":
+            return amount.nbytes
         host = node.host
         if not (host.memory_bytes_per_s > 0 and host.flops_per_s > 0):
             raise InputError(

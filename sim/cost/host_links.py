@@ -12,7 +12,7 @@ where that would join ranks that are not equal.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from sim.cost.collective import places
 from sim.cost.work import Work
@@ -65,13 +65,20 @@ class HostLinks:
     Args:
         graph: whose streams use them. work: chips of its ranks.
         watched: names of links whose rate changes during the run.
+        more: (actor, stream) that messages to and from ``on`` blocks use besides the graph's.
 
     Attributes:
         names, rates: of the links that got a number, [B/s]. lead: what a link looks like -> the
             one that stands for all that look so. users: link -> actor -> its ranks on it.
     """
 
-    def __init__(self, graph: OpGraph, work: Work, watched: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        work: Work,
+        watched: frozenset[str] = frozenset(),
+        more: Collection[tuple[int, str]] = (),
+    ) -> None:
         self.graph, self.work, self.watched = graph, work, watched
         self.machine, self.job = work.problem.machine, work.problem.job
         self.first = len(self.machine.links)
@@ -79,7 +86,7 @@ class HostLinks:
         self.rates: list[float] = []
         self._number: dict[Key, int] = {}
         self._node = places(self.machine).node
-        uses = {(a, s) for a, s in graph.stream_names if s in HOST_STREAMS}
+        uses = {(a, s) for a, s in graph.stream_names if s in HOST_STREAMS} | set(more)
         self.used = sorted(uses)
         self.users: dict[Key, Counter[int]] = defaultdict(Counter)
         for actor, stream in self.used:

@@ -145,6 +145,8 @@ def knobs_of(plan: Plan, cell: Cell) -> MemoryKnobs:
         sequence_parallel=math.sequence_parallel,
         buffers=plan.buffers,
         shards=plan.placement.num_replicas * cell.cp if math.zero else 1,
+        late_gradients=max((c.args.get("late_gradients", 0) for c in plan.lowering), default=0),
+        remote_optimizer=any(c.args.get("remote_optimizer", False) for c in plan.lowering),
     )
 
 

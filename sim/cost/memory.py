@@ -55,6 +55,8 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
         shards: ranks among which ZeRO divides optimizer states, 1 without it; those of experts it
             divides among ``shards / ep``. What ZeRO-2 and 3 divide besides, plans by segment know
             (sim.cost.offload).
+        late_gradients: reduced gradients that wait for their update beside the one that is summed.
+        remote_optimizer: optimizer states are held, and used, by a server.
     """
 
     microbatch: int = 1
@@ -65,6 +67,8 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     buffers: int = 2
     shards: int = 1
+    late_gradients: int = 0
+    remote_optimizer: bool = False
 
 
 def stage_memory_terms(
@@ -100,9 +104,9 @@ def stage_memory_terms(
     copies = job.dtype == "fp16" and job.gradient_bytes > job.param_bytes
     terms = {
         "parameters": count * job.param_bytes,
-        "gradients": count * job.gradient_bytes,
+        "gradients": count * job.gradient_bytes * (1 + knobs.late_gradients),
         "gradient copy": count * (job.param_bytes if copies else 0),
-        "optimizer": owned * job.optimizer_bytes,
+        "optimizer": owned * (0 if knobs.remote_optimizer else job.optimizer_bytes),
         "activations": (kept * in_flight).sum(-1) * tokens,
         "working": _working(table, job, low, high, knobs, copies),
         "gathered": np.zeros_like(count),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from sim.plan.op import Op
 
 __all__ = ["FlowSpec", "Prices"]
 
@@ -39,6 +43,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
         rank_keys: per rank, what its flows look like, when some class of the graph holds ranks that
             differ in it: the graph must then be laid out again with these keys apart. () when not.
         slows: node -> (link index, share of the link's rate that is left while the node runs).
+        answers: (op of an ``on`` block, rank that runs it, sender of the message) -> fixed seconds
+            and the flows after them.
         assumptions: what the prices rest on, in words.
     """
 
@@ -53,4 +59,5 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     inner_comm_s: dict[str, NDArray[np.float64]] = {}
     rank_keys: tuple[int, ...] = ()
     slows: dict[int, tuple[int, float]] = {}
+    answers: Mapping[tuple[Op, int, int], tuple[float, tuple[FlowSpec, ...]]] = {}
     assumptions: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sim.cost.answers import Answers
 from sim.cost.assume import cost_assumptions
 from sim.cost.cell import INNER_GROUPS
 from sim.cost.collective import collective_cost, places
@@ -82,7 +83,8 @@ class _Pricer:
         self.inner = np.zeros((len(INNER_GROUPS), n))
         self.local: dict[Hashable, Effort] = {}
         self.sent: dict[Hashable, int] = {}
-        self.host = Host(graph, work, contention, watched)
+        self.answers = Answers(graph, work)
+        self.host = Host(graph, work, contention, watched, self.answers.host_uses)
         self.hosted: dict[int, HostPrice] = {}
 
     def run(self) -> Prices:
@@ -92,9 +94,10 @@ class _Pricer:
         for node, op in enumerate(graph.ops):
             key = (op.kind, op.stage, op.label, op.part >= 0, op.recompute, op.group, op.amount)
             amount = late(node) if late is not None and op.ref is not None else None
-            if wires[node] < 0 and on_host(op):
+            copy = self.answers.copy_of(op, wires[node]) if wires[node] >= 0 else None
+            if copy or (wires[node] < 0 and on_host(op)):
                 units = 1.0 if amount is None else late_units(graph, node, amount)
-                self.hosted[node] = self.host.price(op, actors[node], units)
+                self.hosted[node] = self.host.price(copy or op, actors[node], units)
             elif wires[node] < 0:
                 effort = self._local(key, op, actors[node])
                 units = 1.0 if amount is None else late_units(graph, node, amount)
@@ -147,7 +150,9 @@ class _Pricer:
         return group_message(self.machine, chips, cost)
 
     def _finish(self, of_message: dict[int, list[int]]) -> Prices:
+        self.answers.send(self.streams)
         shared = Shared(self.streams, self.watched)
+        answers = self.answers.prices(self.streams, shared, self.host, self.contention)
         flows, carried, crossed = {}, {}, {}
         for number, nodes in of_message.items():
             message = self.streams.uses[number][1]
@@ -185,6 +190,7 @@ class _Pricer:
             },
             rank_keys=self._rank_keys(shared),
             slows={k: p.slows for k, p in self.hosted.items() if p.slows is not None},
+            answers=answers,
             assumptions=(
                 *cost_assumptions(self.work.plan, self.work.problem),
                 *host.assumptions,

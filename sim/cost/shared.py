@@ -178,10 +178,11 @@ class Shared:
         busiest = self.on_bytes[first:last] / self.rate[self.on_link[first:last]]
         return message.fixed_s + max(slowest, float(busiest.max(initial=0.0)))
 
-    def flows(self, number: int) -> tuple[FlowSpec, ...]:
+    def flows(self, number: int, every: bool = False) -> tuple[FlowSpec, ...]:
         """Return the message's distinct flows without the links that never bind; () for none left.
 
         A link never binds when all streams that may use it together ask for no more than its rate.
+        With ``every`` such links are kept, so that the network counts all bytes.
         """
         message = self.streams.uses[number][1]
         found: dict[int, FlowSpec | None] = {}
@@ -194,7 +195,7 @@ class Shared:
             weights: dict[int, int] = {}
             for edge in range(self._edges[flow], self._edges[flow + 1]):
                 x = int(self.leader[self.edge_link[edge]])
-                if self.watched[x] or self.bound[x] > self.rate[x] * (1 + 1e-12):
+                if every or self.watched[x] or self.bound[x] > self.rate[x] * (1 + 1e-12):
                     weights[x] = self._times[of_class * len(self.used) + x]
             spec = FlowSpec(
                 tuple((int(self.used[x]), w) for x, w in weights.items()),

@@ -22,7 +22,7 @@ from sim.problem import Problem
 __all__ = ["PASSES", "Effort", "Work"]
 
 PASSES = ("F", "B", "I", "W", "R")
-_LOCAL = ("LOOKUP", "ENCODE", "DECODE")
+_LOCAL = ("LOOKUP", "ENCODE", "DECODE", "APPLY")
 WIDTH = 1e4
 """[B] per token that groups are compared by: some thousand 16-bit elements."""
 

@@ -63,6 +63,7 @@ class Execution:
         finish_of: (node, start) -> end, for nodes whose pace varies (stragglers); None for none.
 
     Attributes:
+        actor, wire: of each node; ``on`` blocks add nodes while the run goes on.
         begin: nodes whose end something else decides; called at their start.
         survives: (node, end) -> False when the node's chip is gone by then; None for no loss.
     """
@@ -84,6 +85,8 @@ class Execution:
         need = np.bincount(dst, minlength=n) + np.bincount(graph.gate_dst, minlength=n)
         self.need: list[int] = need.tolist()
         self.at: list[float] = [0.0] * n
+        self.actor: list[int] = graph.actor.tolist()
+        self.wire: list[int] = graph.wire.tolist()
         self.start: list[float] = [inf] * n
         self.end: list[float] = [inf] * n
         self.seconds: list[float] = prices.seconds.tolist()
@@ -93,6 +96,7 @@ class Execution:
         self.finish_of = finish_of
         self.begin: dict[int, Callable[[int], None]] = {}
         self.survives: Callable[[int, float], bool] | None = None
+        self.until = inf
         self._running: dict[int, int] = {}
         self._queues: dict[int, list[tuple[float, int]]] = {}
         self._busy: dict[int, bool] = {}
@@ -100,11 +104,12 @@ class Execution:
             self.mode[node] = BY_PRIORITY
 
     def run(self, until: float | None = None) -> Outcome:
-        """Run to the end, or to ``until`` [s].
+        """Run to the end, or to ``until`` [s]: what is not over by then has no end.
 
         Raises:
             SimulationError: ops wait for one another in a circle.
         """
+        self.until = inf if until is None else until
         self.settle([], [i for i, k in enumerate(self.need) if k == 0])
         self.kernel.run_all(until)
         return self._outcome()
@@ -219,12 +224,15 @@ class Execution:
     def _outcome(self) -> Outcome:
         graph = self.graph
         n = graph.num_nodes
-        start, end = np.array(self.start[:n]), np.array(self.end[:n])
+        everything = np.array(self.end)
+        everything[everything > self.until] = inf
+        start, end = np.array(self.start[:n]), everything[:n]
         ready = np.zeros(graph.num_nodes)
         np.maximum.at(ready, graph.dep_dst, end[graph.dep_src])
         unfinished = np.flatnonzero(~np.isfinite(end))
         if (
-            len(unfinished)
+            self.until == inf
+            and len(unfinished)
             and not any(np.isfinite(start[unfinished]))
             and np.isfinite(end[np.isfinite(start)]).all()
         ):
@@ -232,7 +240,6 @@ class Execution:
             raise SimulationError(
                 f"{len(unfinished)} ops wait for one another and never start: {names}"
             )
-        everything = np.array(self.end)
         finished = everything[np.isfinite(everything)]
         uses = self.network.use() if self.prices.link_rates else ()
         return Outcome(

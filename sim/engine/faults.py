@@ -200,10 +200,10 @@ def apply_faults(run: Execution, faults: Sequence[Fault]) -> None:
         if actor.rank in traces:
             by_actor[index] = traces[actor.rank]
     if by_actor:
-        actors, seconds = graph.actor.tolist(), run.seconds
+        actors, seconds = run.actor, run.seconds
         death = {a: t.death for a, t in by_actor.items() if t.death < inf}
         wires = [frozenset(w.actors) for w in graph.wires]
-        wire_of = graph.wire.tolist()
+        wire_of = run.wire
 
         def pace(node: int, start: float) -> float:
             trace = by_actor.get(actors[node]) if wire_of[node] < 0 else None

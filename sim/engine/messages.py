@@ -70,6 +70,7 @@ class Messages:
         graph = run.graph
         self.static = graph.num_nodes
         self.handlers = {graph.actors[a].rank: blocks for a, blocks in graph.handlers.items()}
+        self.actor = {a.rank: i for i, a in enumerate(graph.actors)}
         self.instances: list[_Instance] = []
         self.writes: dict[int, list[int]] = {r: [] for r in self.handlers}
         self.seen: dict[tuple[int, int], _Instance] = {}
@@ -113,6 +114,8 @@ class Messages:
         graph, run = self.run.graph, self.run
         end = graph.wires[graph.wire[node]].end
         assert end is not None
+        if run.survives and not run.survives(node, run.kernel.now):
+            return  # its sender is gone
         pull = graph.ops[node].kind == "PULL"
         if not self.arrived:
             run.kernel.call_at(run.kernel.now, self._deliver, PICK)
@@ -131,7 +134,7 @@ class Messages:
     def _append(self, rank: int, sender: int, message: str, node: int) -> None:
         before: int | None = None
         for op in self.handlers[rank][message]:
-            instance = _Instance(self._add(op, rank, sender), op, rank, sender)
+            instance = _Instance(self._add(op, rank, sender, node), op, rank, sender)
             sources = [before] if before is not None and op.deps is None else []
             writes = self.writes[rank]
             if op.writes:
@@ -157,18 +160,23 @@ class Messages:
             read.version = sum(run.end[w] <= began for w in self.writes[read.rank])
         return read.version
 
-    def _add(self, op: Op, rank: int, sender: int) -> int:
+    def _add(self, op: Op, rank: int, sender: int, message: int) -> int:
         """A new node at the end of the execution's lists."""
         run = self.run
         seconds, flows = self.price(op, rank, sender)
-        node = self._blank(seconds, BY_EVENT if flows else 0)
+        local = stream_of(op) in LOCAL_STREAMS
+        node = self._blank(
+            seconds, BY_EVENT if flows else 0, self.actor[rank], -1 if local else run.wire[message]
+        )
         self.flows[node] = flows
         if flows:
             run.begin[node] = self._start_flows
         return node
 
-    def _blank(self, seconds: float, mode: int) -> int:
+    def _blank(self, seconds: float, mode: int, actor: int, wire: int) -> int:
         run = self.run
+        run.actor.append(actor)
+        run.wire.append(wire)
         run.need.append(0)
         run.at.append(run.kernel.now)
         run.start.append(inf)
@@ -208,7 +216,7 @@ class Messages:
     def _end_of(self, pull: int) -> int:
         """A zero-length node behind a reply, whose end is the end of the PULL it answers."""
         run = self.run
-        node = self._blank(0.0, BY_EVENT)
+        node = self._blank(0.0, BY_EVENT, run.actor[pull], run.wire[pull])
         run.need[node] = 1
         run.begin[node] = lambda _: run.finish(pull, run.kernel.now)
         return node
@@ -230,7 +238,7 @@ class Messages:
                     index=index,
                     ready=run.at[i.node],
                     start=run.start[i.node],
-                    end=run.end[i.node],
+                    end=run.end[i.node] if run.end[i.node] <= run.until else inf,
                     version=i.version,
                     delay=i.delay,
                 )

@@ -127,7 +127,8 @@ def run_layout(
     """Price a layout and run it.
 
     Args:
-        layout: from lay_out. price: prices its nodes. message_price: of ops in ``on`` blocks.
+        layout: from lay_out. price: prices its nodes.
+        message_price: of ops in ``on`` blocks, where the prices do not hold them.
         prepare: called on the execution before it starts (faults, overlap).
         until: [s] where to stop, None to run to the end.
 
@@ -136,9 +137,12 @@ def run_layout(
         PlanError: the plan has ``on`` blocks and no message prices.
     """
     began = process_time()
+    prices = price(layout)
+    answers = prices.answers
+    if message_price is None and answers:
+        message_price = lambda op, rank, sender: answers[op, rank, sender]  # noqa: E731
     if layout.graph.handlers and message_price is None:
         raise PlanError("a plan with on blocks needs prices of the messages", key="programs")
-    prices = price(layout)
     run = Execution(layout.graph, prices)
     messages = Messages(run, message_price) if message_price and layout.graph.handlers else None
     if prepare:
@@ -160,6 +164,7 @@ def simulate(
     overlap: bool = True,
     faults: Sequence[Fault] = (),
     seed: int = 0,
+    until: float | None = None,
 ) -> Run:
     """Simulate a plan on the cluster of its problem.
 
@@ -170,17 +175,20 @@ def simulate(
         overlap: compute and communication slow each other by the chips' profiled factors.
         faults: stragglers, link changes, lost chips.
         seed: of generated tables; the same plan and seed give the same run, bit by bit.
+        until: [s] when the run stops, for plans whose ranks serve messages; None ends it after
+            ``steps`` steps of every rank.
 
     Raises:
         SimulationError: ops wait in a circle, or a lost chip stops the run; says how far it came.
+            A worker that only sends messages may be lost: the others go on.
         InputError: a fault or a late amount is wrong, or the plan carries no problem.
     """
     began = process_time()
     problem = problem or problem_from_documents(plan.problem)
     setting = _Setting(plan, problem, steps, fold, contention, overlap, tuple(faults), seed)
     layout, prices = setting.settled()
-    run = run_layout(layout, lambda _: prices, prepare=setting.prepare)
-    if run.outcome.unfinished:
+    run = run_layout(layout, lambda _: prices, prepare=setting.prepare, until=until)
+    if run.outcome.unfinished and until is None and not _others_end(run, faults):
         raise SimulationError(_how_far(run, faults))
     return msgspec.structs.replace(run, cpu_s=process_time() - began)
 
@@ -263,6 +271,17 @@ class _Setting:
         if self.overlap:
             kinds = [self.kinds[a.rank] for a in run.graph.actors]
             Overlap(run, {i: (k.compute_slowdown, k.comm_slowdown) for i, k in enumerate(kinds)})
+
+
+def _others_end(run: Run, faults: Sequence[Fault]) -> bool:
+    """Whether all that never ends belongs to replicas of lost chips, which no other waits for."""
+    graph, cell_of = run.layout.graph, run.layout.wiring.cell_of
+    lost = {f.rank for f in faults if isinstance(f, ChipLoss)}
+    gone = {cell_of[r].replica for r in lost if r in cell_of}
+    stuck = {graph.actors[graph.actor[k]].rank for k in run.outcome.unfinished}
+    return bool(graph.handlers) and all(
+        r in lost or (r in cell_of and cell_of[r].replica in gone) for r in stuck
+    )
 
 
 def _how_far(run: Run, faults: Sequence[Fault]) -> str:

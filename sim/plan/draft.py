@@ -126,6 +126,7 @@ class PlanDraft(msgspec.Struct, frozen=True, kw_only=True):
         exact: False when the mathematics changes; ``reason`` says how.
         passes: further lowering passes, after the built-in ones.
         tables: late amounts. amounts: of ops that passes add. barrier: BARRIER ends each step.
+        servers: chip of each rank outside the cells; a process of the node may share a cell's chip.
         assumptions: in words. knobs: what each strategy chose, for the report.
     """
 
@@ -142,6 +143,7 @@ class PlanDraft(msgspec.Struct, frozen=True, kw_only=True):
     tables: dict[str, Table] = {}
     amounts: dict[str, Amount] = {}
     barrier: bool = True
+    servers: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()
     knobs: dict[str, Any] = {}
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from sim.plan.flat import Flat, flatten
 from sim.plan.hashing import dense, mix, renumber, sum_at
+from sim.plan.kinds import MESSAGES
 from sim.plan.op import Op, Ref
 from sim.plan.plan import Plan
 from sim.plan.program import Program
@@ -140,7 +141,9 @@ def fold_plan(
             if index >= 0 and plan.tables
             else ()
         )
-        handler = (rank,) if index >= 0 and flats[index].handlers else ()
+        # Whose message comes first decides what everybody reads: senders are never alike.
+        talks = index >= 0 and any(op.kind in MESSAGES for op in flats[index].talkers)
+        handler = (rank,) if talks or (index >= 0 and flats[index].handlers) else ()
         keys.append((index, what, own, handler, rank_keys[rank] if rank_keys else None))
     pairs, groups = relations(wiring, [f.talkers for f in flats], [p.ranks for p in programs])
     return fold_ranks(keys, pairs, groups, path, link_key)

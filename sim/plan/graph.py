@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sim.errors import PlanError
 from sim.plan.deps import resolve
 from sim.plan.flat import Flat, flatten
+from sim.plan.kinds import MESSAGES
 from sim.plan.op import Op
 from sim.plan.opgraph import Actor, OpGraph, Wire
 from sim.plan.program import Program
@@ -23,9 +24,6 @@ from sim.plan.unroll import Template, unroll
 from sim.plan.wiring import End, Wiring, is_transfer
 
 __all__ = ["Actor", "OpGraph", "Wire", "build_graph"]
-
-MESSAGES = ("PULL", "PUSH")
-"""Transfers to an ``on`` block: they have no listed RECV, the engine delivers them."""
 
 Ints = NDArray[np.int64]
 Key = tuple[object, ...]

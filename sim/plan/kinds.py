@@ -10,7 +10,10 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["KINDS", "Kind", "kind", "register"]
+__all__ = ["KINDS", "MESSAGES", "Kind", "kind", "register"]
+
+MESSAGES = ("PULL", "PUSH")
+"""Transfers to an ``on`` block: they have no listed RECV, the engine delivers them."""
 
 Stream = Literal["compute", "host", "d2h", "h2d", "group", "pair"]
 Cost = Literal["compute", "transfer", "collective", "host"]

@@ -134,6 +134,8 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
     )
     segments = segments_of(problem, draft, stages)
     rings = draft.offload
+    extra = tuple(range(len(chips), len(chips) + len(draft.servers)))
+    chips += draft.servers
     return Placement(
         cells=cells,
         segments=segments,
@@ -145,6 +147,7 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         parameter_buffers=draft.data.buffers or rings.parameter_buffers,
         gradient_buffers=draft.data.buffers or rings.gradient_buffers,
         late_updates=rings.late_updates or updates_late(problem.job, draft),
+        extra_ranks=extra,
     )
 
 

@@ -93,7 +93,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         microbatches: of each replica.
         ep: expert-parallel size (a group of ep consecutive replicas of a stage, times tp).
         whole_boundaries: boundary tensors are sent whole to every receiving rank, not in pieces.
-        extra_ranks: ranks outside any cell (a parameter server).
+        extra_ranks: ranks outside any cell (a parameter server); as a process of its node one may
+            sit beside a chip that a cell uses.
         parameter_buffers, gradient_buffers: of the largest segment, that a chip keeps for
             parameters and gradients on their way from and to the host.
         late_updates: updates on the chip wait for the gradients of all segments.

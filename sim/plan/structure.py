@@ -168,9 +168,10 @@ def _grid(plan: Plan) -> None:
             found=str(len(placement.microbatches)), expected=str(placement.num_replicas),
         )  # fmt: skip
     chips = placement.chips
-    if chips and (len(chips) != len(ranks) or len(set(chips)) != len(ranks)):
+    own = [chips[r] for c in placement.cells for r in c.ranks if r < len(chips)]
+    if chips and (len(chips) != len(ranks) or len(set(own)) != len(own)):
         raise PlanError(
-            "one chip per rank, each used once", key="placement.chips",
+            "one chip per rank, each used once by the cells", key="placement.chips",
             found=f"{len(chips)} chips", expected=f"{len(ranks)}",
         )  # fmt: skip
 

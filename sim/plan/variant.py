@@ -21,6 +21,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         position: pipeline position. microbatches: of the replicas that run it.
         recompute: what F keeps. gather: True when received tensors are re-assembled over tp.
         ranks: who runs it. ops: one step.
+        blocks: the whole program, where it is more than the ops of a step; () for ``ops``.
     """
 
     position: int
@@ -29,12 +30,15 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     gather: bool
     ranks: tuple[int, ...]
     ops: tuple[Op, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
 
 Pass = Callable[[list[Variant], Plan, dict[str, Any]], list[Variant]]
 
 
 def program_of(variant: Variant, barrier: bool) -> Program:
-    """The program of a variant: as many steps as the run asks for."""
+    """The program of a variant: its blocks, or as many steps as the run asks for."""
+    if variant.blocks:
+        return Program(ranks=variant.ranks, blocks=variant.blocks)
     ops = variant.ops + ((Op(kind="BARRIER"),) if barrier else ())
     return Program(ranks=variant.ranks, blocks=(Block(form="repeat", items=ops, count=STEPS),))

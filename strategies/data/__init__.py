@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from strategies.data import ddp, zero
+from strategies.data import ddp, delayed, zero
 
-__all__ = ["ddp", "zero"]
+__all__ = ["ddp", "delayed", "zero"]

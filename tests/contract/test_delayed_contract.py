@@ -1,0 +1,48 @@
+"""The contract suite on plans that are not exact: delayed SGD where the job allows it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim.problem import Problem
+from strategies.base import Strategy
+from strategies.registry import get
+from strategies.testing import StrategyContract, companions_of
+from tests.contract.test_strategies import small
+
+NAMES = ("delayed_sgd",)
+
+
+@cache
+def allowed() -> Problem:
+    """The small problem of the contract suite, inexact plans allowed."""
+    given = small()
+    limits = msgspec.structs.replace(given.job.limits, allow_inexact=True)
+    return msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, limits=limits))
+
+
+@pytest.mark.parametrize("strategy", NAMES, indirect=True)
+class TestInexact(StrategyContract):
+    @pytest.fixture
+    def strategy(self, request: pytest.FixtureRequest) -> Strategy[Any]:
+        return get(request.param)
+
+    @pytest.fixture
+    def problem(self) -> Problem:
+        return allowed()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_space_follows_the_job(name: str) -> None:
+    strategy = get(name)
+    for problem, more in ((small(), False), (allowed(), True)):
+        space = strategy.space(problem, companions_of(strategy, problem, before=True))
+        drafts = [
+            strategy.apply(problem, companions_of(strategy, problem, before=True), k) for k in space
+        ]
+        assert any(not d.exact for d in drafts) == more
+        assert any(d.exact for d in drafts)
