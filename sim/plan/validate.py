@@ -61,7 +61,8 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
         _passes(rank, ops, wiring, microbatches[cell.replica] if microbatches else 1)
         _updates(rank, ops, wiring)
         _transfers(plan, rank, ops, wiring)
-    graph = build_graph(programs, wiring, 2, _classes(plan, programs, wiring), plan.buffers)
+    late = max((op.carried for p in programs for op in walk(p)), default=0)
+    graph = build_graph(programs, wiring, 2 + late, _classes(plan, programs, wiring), plan.buffers)
     cycle = find_cycle(graph)
     if cycle:
         names = " <- ".join(graph.label(node) for node in cycle[:6])

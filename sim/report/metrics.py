@@ -64,7 +64,8 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     Finish of step s: the last end of its ops; it took finish(s) - finish(s - 1). With a barrier the
     step time is makespan / steps, because steps do not overlap. Without one it is the slope of the
     finish times after the warm-up, (finish(n - 1) - finish(w)) / (n - 1 - w); with fewer than two
-    steps after it, the makespan / steps, which then includes filling the pipeline.
+    steps after it, the makespan / steps, which then includes filling the pipeline. Steps at the end
+    that lack late updates do not count.
 
     Where a rank serves messages (rows of step -1) the ranks count their own iterations and a step
     is one update instead: its finish is the end of an APPLY.
@@ -87,6 +88,8 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         finish = np.full(max(int(step.max()), 0) + 1, begin)
         np.maximum.at(finish, np.maximum(step, 0), end)
         finish = np.maximum.accumulate(finish)
+        if not barrier:
+            finish = finish[: _whole_steps(step)]
     n = len(finish)
     took = np.diff(finish, prepend=begin)
     warm = 0
@@ -99,6 +102,16 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         step_time, warm = float(finish[-1] - begin) / n, 0
     p50, p95 = np.percentile(took, (50, 95))
     return Pace(step_time_s=step_time, p50_s=float(p50), p95_s=float(p95), steps=n, warm_up=warm)
+
+
+def _whole_steps(step: NDArray[Any]) -> int:
+    """Steps up to the last that has as many ops as the one in the middle.
+
+    Where updates are late the last steps of a run lack theirs, and would seem to end early.
+    """
+    ops = np.bincount(step[step >= 0], minlength=1)
+    whole = np.flatnonzero(ops >= ops[len(ops) // 2])
+    return int(whole[-1]) + 1 if len(whole) else 1
 
 
 def tokens_per_update(spans: Spans, tokens: float, ranks: Mapping[int, int]) -> float:
@@ -126,8 +139,11 @@ def tokens_per_update(spans: Spans, tokens: float, ranks: Mapping[int, int]) -> 
 
 
 def _updates(spans: Spans) -> NDArray[np.bool_]:
-    """Rows of the updates that a message started."""
-    return spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] < 0)
+    """Rows of the updates that a message started; where parameters have several servers, of one."""
+    found = spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] < 0)
+    if found.any():
+        found &= spans.columns["rank"] == spans.columns["rank"][found].min()
+    return found
 
 
 def rates_of(step_time_s: float, basis: Basis) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ from sim.cost.ledger import peak_memory
 from sim.engine.faults import ChipLoss, Straggler
 from sim.engine.simulate import Run, simulate
 from sim.errors import InputError
+from sim.plan.lower import lower
 from sim.problem import load_problem
 from sim.report.links import link_use
 from sim.report.record import spans_of_run
@@ -183,6 +184,42 @@ def test_the_report_counts_samples() -> None:
     assert report.basis.tokens_per_step == 2.0
     assert report.metrics.updates_per_s == pytest.approx(3 / 6.0, rel=0.05)
     assert delays_of(run).samples_per_s == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_report_counts_an_update_of_several_parts_once() -> None:
+    problem = problem_of([3.0, 3.0], rate=1e15, update=1e-9)
+    found = []
+    for shards in (1, 4):
+        run = simulate(plan_of(problem, shards=shards), problem, steps=12)
+        report = report_of(run, problem, memory={})
+        found.append((report.metrics.updates_per_s, report.basis.tokens_per_step))
+    assert found[1] == pytest.approx(found[0])
+
+
+def test_workers_on_two_sites() -> None:
+    # Eight workers of four chips on each site; the server's host is on the first.
+    job = {"global_batch": 64, "sequence_length": 1024, "limits": {"allow_inexact": True}}
+    given = load_problem("h100_a100_wan", "gpt2_355m", job)
+    grid = [("megatron", {"tp": 4}), ("1f1b", {}), ("ddp", {}), ("partition", {})]
+    steps, runs = 6, {}
+    for contention in (False, True):
+        draft = compose(given, [*grid, ("delayed_sgd", {"variant": "server"})])
+        run = simulate(lower(given, draft), given, steps=steps, contention=contention)
+        runs[contention] = run
+        found = delays_of(run, start=0.0, stop=run.makespan)
+        assert found.updates == 16 * steps and sum(found.histogram.values()) == found.updates
+        # The far workers' gradients are the older ones.
+        near, far = ([found.worker_mean[w] for w in range(*r)] for r in ((0, 8), (8, 16)))
+        assert max(near) < min(far)
+    params = sum(b.params + b.params_replicated for b in given.model.blocks)
+    names = runs[True].prices.link_names
+    nbytes = dict(zip(names, link_use(runs[True])[0].tolist(), strict=True))
+    pushed = 8 * steps * params * given.job.gradient_bytes
+    assert nbytes["california->oregon"] == pytest.approx(pushed)
+    assert nbytes["oregon->california"] == pytest.approx(pushed / 2)
+    trunk = given.machine.links[names.index("california->oregon")].rate
+    assert runs[True].makespan > pushed / trunk
+    assert runs[True].makespan > 1.1 * runs[False].makespan
 
 
 def test_workers_do_not_hold_optimizer_states() -> None:
