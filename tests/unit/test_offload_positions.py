@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -10,74 +9,15 @@ import pytest
 
 from sim.cost.ledger import peak_memory
 from sim.errors import InputError
-from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
+from sim.plan.draft import PlanDraft
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.plan.validate import validate
-from sim.problem import Problem, load_problem
+from sim.problem import Problem
 from strategies.compose import compose
 from strategies.offload.autohete import AutoHeteKnobs, own_layers
 from strategies.offload.policies import outcome_of
-
-LAYERS = 4
-
-
-@cache
-def two(
-    memory: tuple[float, float] = (80.0, 80.0),
-    first: int = 2,
-    m: int = 2,
-    pcie: tuple[bool, bool] = (True, True),
-    replicas: int = 1,
-) -> tuple[Problem, PlanDraft]:
-    """A GPT on two nodes of chips with this memory [GB]; so many layers on the first position."""
-    names = ("A100-SXM4-80GB", "H100-SXM5-80GB")
-    host: dict[str, Any] = {"host": {"update": "0.4 ns"}, "host_memory": "440 GB"}
-    nodes = [
-        {
-            "accelerator": name,
-            "chips": replicas,
-            "fabric": "nvlink3",
-            "count": 1,
-            "nics": {"profile": "ib_hdr_200g"},
-        }
-        | ({"pcie": {"rate": "25 GB/s"}, **host} if linked else {"pcie": None})
-        for name, linked in zip(names, pcie, strict=True)
-    ]
-    cluster = {
-        "name": "two",
-        "accelerators": {n: {"memory": f"{gb} GB"} for n, gb in zip(names, memory, strict=True)},
-        "sites": [{"name": "hall", "nodes": nodes}],
-    }
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 2048,
-        "n_layer": LAYERS,
-        "n_head": 16,
-        "vocab_size": 8192,
-        "n_positions": 1024,
-        "tie_word_embeddings": False,
-    }
-    job = {
-        "global_batch": 2 * m * replicas,
-        "sequence_length": 1024,
-        "microbatch": 2,
-        "gradient_dtype": "bf16",
-        "limits": {"allow_inexact": True},
-    }
-    problem = load_problem(cluster, config, job)
-    blocks = problem.model.blocks
-    cut = next(i for i, b in enumerate(blocks) if b.layer == first)
-    draft = PlanDraft(
-        cells=tuple(
-            CellKnobs(stage=s, replica=r, chips=(s * replicas + r,))
-            for s in range(2)
-            for r in range(replicas)
-        ),
-        pipeline=PipelineKnobs(cuts=(0, cut, len(blocks)), microbatch=2),
-        data=DataKnobs(microbatches=(m,) * replicas),
-    )
-    return problem, draft
+from tests.unit.offload_cases import two
 
 
 def plan_of(given: tuple[Problem, PlanDraft], **knobs: Any) -> Plan:
