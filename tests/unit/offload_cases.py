@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
+from sim.engine.simulate import simulate
 from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
 from sim.problem import Problem, load_problem
+from strategies.offload.autohete import AutoHeteKnobs
+from strategies.offload.program import Choice
+from strategies.offload.units import plan_with
 
-__all__ = ["gpt", "two"]
+__all__ = ["gpt", "spacing", "two"]
 
 
 @cache
@@ -110,3 +115,21 @@ def two(
         data=DataKnobs(microbatches=(m,) * replicas),
     )
     return problem, draft
+
+
+def spacing(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Choice) -> float:
+    """The longest time a step from an op to itself, or from a stream's last op to its next last.
+
+    Whatever holds a steady step up holds one of these up from the second step on.
+    """
+    steps = 10
+    run = simulate(plan_with(problem, start, base, choice), problem, steps=steps)
+    graph, out = run.layout.graph, run.outcome
+    starts: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
+    ends: dict[int, list[float]] = defaultdict(lambda: [0.0] * steps)
+    for k, op in enumerate(graph.ops):
+        step = int(graph.step[k])
+        starts[int(graph.actor[k]), op.name][step] = float(out.start[k])
+        last = ends[int(graph.stream[k])]
+        last[step] = max(last[step], float(out.end[k]))
+    return max((x[-1] - x[1]) / (steps - 2) for x in (*starts.values(), *ends.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -12,9 +11,6 @@ import pytest
 
 from sim.cost.ledger import knobs_of, peak_memory
 from sim.cost.offload import host_ledgers
-from sim.engine.simulate import simulate
-from sim.plan.draft import PlanDraft
-from sim.problem import Problem
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
 from strategies.offload.forms import Bounds
@@ -22,7 +18,7 @@ from strategies.offload.planner import plan_offload
 from strategies.offload.policies import POLICIES, Outcome, outcome_of, run_policy
 from strategies.offload.program import Choice
 from strategies.offload.units import plan_with
-from tests.unit.offload_cases import gpt
+from tests.unit.offload_cases import gpt, spacing
 
 LAYERS = 3
 TRIPLES = [
@@ -72,24 +68,6 @@ def test_memory_bounds_are_exact(memory: float) -> None:
     least = bounds(memory, AutoHeteKnobs())
     for at, outcome in everything(memory, AutoHeteKnobs()).items():
         assert bool(least.fits(arrays((at,)))) == (not outcome.short)
-
-
-def spacing(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Choice) -> float:
-    """The longest time a step from an op to itself, or from a stream's last op to its next last.
-
-    Whatever holds a steady step up holds one of these up from the second step on.
-    """
-    steps = 10
-    run = simulate(plan_with(problem, start, base, choice), problem, steps=steps)
-    graph, out = run.layout.graph, run.outcome
-    starts: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
-    ends: dict[int, list[float]] = defaultdict(lambda: [0.0] * steps)
-    for k, op in enumerate(graph.ops):
-        step = int(graph.step[k])
-        starts[int(graph.actor[k]), op.name][step] = float(out.start[k])
-        last = ends[int(graph.stream[k])]
-        last[step] = max(last[step], float(out.end[k]))
-    return max((x[-1] - x[1]) / (steps - 2) for x in (*starts.values(), *ends.values()))
 
 
 @pytest.mark.parametrize("base", (*BASES, AutoHeteKnobs(whole_steps=True, clipping="global")))
