@@ -160,12 +160,19 @@ def _gradients(plan: Plan, cell: Cell, shares: Sequence[_Share], knobs: MemoryKn
     placement = plan.placement
     if plan.mathematics.zero >= 2 and knobs.shards > 1:
         unsummed = placement.gradient_buffers * max(s.used for s in shares)
-        return unsummed + _summed(plan, cell, shares, [s.owned for s in shares])
-    return _summed(plan, cell, shares, [s.held for s in shares])
+        return unsummed + _summed(plan, cell, shares, [s.owned for s in shares], late=True)
+    sizes = [s.held for s in shares]
+    return _summed(plan, cell, shares, sizes, late=placement.late_updates)
 
 
-def _summed(plan: Plan, cell: Cell, shares: Sequence[_Share], sizes: Sequence[float]) -> float:
-    """Gradient elements of these sizes that stand on the chip until their update."""
+def _summed(
+    plan: Plan, cell: Cell, shares: Sequence[_Share], sizes: Sequence[float], *, late: bool
+) -> float:
+    """Gradient elements of these sizes that stand on the chip until their update.
+
+    Args:
+        plan, cell, shares, sizes: see there. late: updates stand behind all backwards.
+    """
     placement = plan.placement
     m = placement.microbatches[cell.replica] if placement.microbatches else 1
     both = list(zip(shares, sizes, strict=True))
@@ -176,7 +183,7 @@ def _summed(plan: Plan, cell: Cell, shares: Sequence[_Share], sizes: Sequence[fl
     ring = placement.gradient_buffers * max(streamed, default=0.0)
     # An update is listed behind the next segment's backward where replicas reduce in between.
     behind = 2 if placement.num_replicas > 1 or cell.cp > 1 else 1
-    rest = sum(local) if placement.late_updates else sum(sorted(local)[-behind:])
+    rest = sum(local) if late else sum(sorted(local)[-behind:])
     return min(ring, sum(streamed)) + rest
 
 

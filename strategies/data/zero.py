@@ -15,6 +15,8 @@ from strategies.registry import register
 
 __all__ = ["ZERO", "Zero", "ZeroKnobs"]
 
+Stage = Literal[0, 1, 2, 3]
+
 
 class ZeroKnobs(msgspec.Struct, frozen=True, kw_only=True):
     """Knobs of ``zero``.
@@ -26,7 +28,7 @@ class ZeroKnobs(msgspec.Struct, frozen=True, kw_only=True):
             2 and 3; 0 for the rings of ``offload``, two of each without it.
     """
 
-    stage: Literal[0, 1, 2, 3] = 1
+    stage: Stage = 1
     buffers: int = 0
 
 
@@ -47,17 +49,14 @@ class Zero:
     def space(self, problem: Problem, draft: PlanDraft | None = None) -> Space[ZeroKnobs]:
         """Sharded states and whole ones, where there is more than one replica; then 3 and 2."""
         pin = problem.job.pins.zero
-        stages = (1, 0, 3, 2)
         if draft is not None and _replicas(problem, draft) == 1:
             if pin:
                 return Space((), "one replica has nobody to share its states with")
             return Space((ZeroKnobs(stage=0),))
         why = not_by_segment(problem, draft_or_default(problem, draft))
         why = why or (unlike_microbatches(draft) if draft is not None else "")
-        if why:
-            stages = (1, 0)
-        found = tuple(ZeroKnobs(stage=s) for s in stages if pin in (None, s))  # type: ignore[arg-type]
-        return Space(found, "" if found else why)
+        stages: tuple[Stage, ...] = (1, 0) if why else (1, 0, 3, 2)
+        return Space(tuple(ZeroKnobs(stage=s) for s in stages if pin in (None, s)), why)
 
     def apply(self, problem: Problem, draft: PlanDraft, knobs: ZeroKnobs) -> PlanDraft:
         """Set the stage.

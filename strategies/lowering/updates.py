@@ -60,7 +60,8 @@ def add_updates(cut: Cut) -> None:
             _ring(cut, s, op, sent)
             cut.ops += updated[:2]
             late += updated[2:]
-        elif cut.settings.clipping == "global":
+        elif cut.settings.clipping == "global" or s.stage in cut.sharded:
+            # Sums queue up behind gathers; an update among the backwards would wait with them.
             late += updated
         elif s.stage in reduced:
             waiting = updated
