@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.cost.collective import collective_cost
 from sim.cost.ledger import knobs_of, ledger, peak_memory
 from sim.cost.occupancy import memory_over_time
 from sim.cost.offload import host_ledgers
@@ -302,6 +303,25 @@ def test_unlike_tensor_parallelism_gathers_fine_shards() -> None:
     layer = next(s for s in plan.placement.segments if s.name == "l1")
     half = sum(rank_params(given_.model.blocks[slice(*layer.blocks)], 2))
     assert single.prices.nbytes[pieces] == pytest.approx(2 * half / 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gathers_between_nodes_cost_what_the_collective_does(tp: int) -> None:
+    given_ = problem(machine(2, 2), small(), batch=4)
+    plan = lower(given_, uniform(given_.model, 4, range(4), tp=tp, zero=3))
+    validate(plan, given_)
+    run = simulate(plan, given_, contention=False)
+    assert run.makespan == pytest.approx(
+        simulate(plan, given_, contention=False, fold=False).makespan
+    )
+    layer = next(s for s in plan.placement.segments if s.name == "l1")
+    nbytes = 2 * sum(rank_params(given_.model.blocks[slice(*layer.blocks)], tp))
+    chips = [0, 2] if tp == 2 else [0, 1, 2, 3]
+    want = collective_cost(given_.machine, "all_gather", chips, nbytes).seconds
+    start, end = spans(run)[0, "UNSHARD", 0, "l1", 0]
+    assert end - start == pytest.approx(want)
+    shared = [simulate(plan, given_, fold=fold).makespan for fold in (True, False)]
+    assert shared[0] == pytest.approx(shared[1]) and shared[0] >= run.makespan * (1 - 1e-9)
 
 
 def test_context_parallel_ranks_share_as_replicas_do() -> None:
