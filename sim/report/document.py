@@ -105,7 +105,7 @@ class PlanDocument(Header, frozen=True, kw_only=True):
         num_chips: that hold a rank. dtype, peak_flops_per_s: [FLOP/s] what MFU is relative to, None
             where the chips are not known.
         schedule: order of the passes, "" when the plan spells its programs out. microbatch:
-            [sequences] of one pass. zero: ZeRO stage (0 or 1).
+            [sequences] of one pass. zero: ZeRO stage (0 to 3).
         unused: accelerator type -> chips of the cluster without a rank. uncalibrated: types in use
             whose times are estimates because no run was used to calibrate them.
         metrics: predicted. stages: the placement. search: None when nothing was searched.
