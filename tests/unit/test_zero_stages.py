@@ -1,77 +1,29 @@
-"""ZeRO-2 and 3: which sums and gathers a plan lists, its memory, its proofs and its refusals."""
+"""ZeRO-2 and 3: which sums and gathers a plan lists, and its memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sim.cost.collective import collective_cost
 from sim.cost.ledger import knobs_of, ledger, peak_memory
-from sim.cost.occupancy import memory_over_time
 from sim.cost.offload import host_ledgers
-from sim.engine.maxplus import longest_path
-from sim.engine.simulate import Run, simulate
-from sim.errors import InputError, PlanError
+from sim.engine.simulate import simulate
 from sim.model.amounts import rank_params
-from sim.plan.deps import resolve
-from sim.plan.draft import CellKnobs, DataKnobs, ExpertKnobs, PipelineKnobs, PlanDraft
-from sim.plan.flat import flatten
-from sim.plan.io import plan_from_json, plan_to_json
+from sim.plan.draft import CellKnobs, DataKnobs, PlanDraft
 from sim.plan.lower import lower
-from sim.plan.op import Dep, Op
 from sim.plan.passes import expand
-from sim.plan.plan import Call, Plan, ProgramText
-from sim.plan.program import Block, Program, format_program, parse_program, walk
-from sim.plan.uniform import layer_cuts, uniform
+from sim.plan.plan import Plan
+from sim.plan.program import walk
+from sim.plan.uniform import uniform
 from sim.plan.validate import validate
 from sim.problem import Problem
 from strategies.compose import compose
-from strategies.registry import get
 from tests.property.cost_cases import machine, problem, small
-from tests.unit.test_offload import LAYERS, gpt, most, spans
-
-LAYER = 12 * 1024**2 + 13 * 1024
-"""Parameters of a layer of the small GPT."""
-
-
-def sharded(
-    given_: Problem,
-    zero: int,
-    *,
-    stages: int = 1,
-    chunks: int = 1,
-    schedule: str = "1f1b",
-    buffers: int = 0,
-    **offload: Any,
-) -> Plan:
-    """Equal cells on all chips of a machine, with or without offloading."""
-    blocks, chips = given_.model.blocks, given_.machine.num_chips
-    virtual = stages * chunks
-    replicas, m = chips // stages, given_.job.global_batch * stages // chips
-    draft = PlanDraft(
-        cells=tuple(
-            CellKnobs(stage=s, replica=r, chips=(r * stages + s,))
-            for s in range(stages)
-            for r in range(replicas)
-        ),
-        pipeline=PipelineKnobs(
-            cuts=layer_cuts(given_.model, (LAYERS // virtual,) * virtual),
-            schedule="interleaved" if chunks > 1 else schedule,
-            chunks=chunks,
-        ),
-        data=DataKnobs(microbatches=(m,) * replicas),
-    )
-    assert draft.pipeline.cuts[-1] == len(blocks)
-    choices: list[tuple[str, Any]] = [("zero", {"stage": zero, "buffers": buffers})]
-    if offload:
-        choices.insert(len(offload) % 2, ("offload", offload))
-    return lower(given_, compose(given_, choices, start=draft))
+from tests.unit.test_offload import LAYERS, gpt, spans
+from tests.unit.zero_cases import LAYER, sharded
 
 
 def kinds_of(plan: Plan) -> Counter[tuple[str, str]]:
@@ -104,104 +56,6 @@ def test_the_pass_is_named_once_in_either_order() -> None:
     assert [c.name for c in orders[0].lowering].count("segments") == 1
     alone = lower(given_, uniform(given_.model, 2, range(2), zero=3))
     assert [c.name for c in alone.lowering].count("segments") == 1
-
-
-# -- any plan is sound
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
-    replicas, stages, chunks = draw(
-        st.sampled_from([(2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 1, 1)])
-    )
-    m = draw(st.sampled_from([1, 2, 3])) * (stages if chunks > 1 else 1)
-    zero = draw(st.sampled_from([2, 3]))
-    count = st.integers(0, LAYERS)
-    offload = {
-        "checkpointed": draw(count),
-        "parameters": draw(count) if zero == 3 else 0,
-        "optimizer": draw(count),
-        "clipping": draw(st.sampled_from(["none", "global", "speculate"])),
-        "whole_steps": draw(st.booleans()),
-        "parameter_buffers": draw(st.integers(1, 3)),
-        "gradient_buffers": draw(st.integers(1, 3)),
-    }
-    given_ = gpt(replicas * stages, replicas * m)
-    plan = sharded(
-        given_,
-        zero,
-        stages=stages,
-        chunks=chunks,
-        schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
-        buffers=draw(st.sampled_from([0, 1, 2])),
-        **(offload if draw(st.booleans()) else {}),
-    )
-    return given_, plan
-
-
-@settings(max_examples=40)
-@given(cases())
-def test_any_sharded_plan_is_sound(case: tuple[Problem, Plan]) -> None:
-    given_, plan = case
-    validate(plan, given_)
-    assert plan_from_json(plan_to_json(plan)) == plan
-    run = simulate(plan, given_, steps=3)
-    assert run.makespan == pytest.approx(simulate(plan, given_, steps=3, fold=False).makespan)
-    rings_hold(plan, run)
-    for times, nbytes in memory_over_time(
-        run.layout.graph, run.layout.wiring, plan, given_, run.outcome.start, run.outcome.end
-    ):
-        assert len(times) and nbytes.min() >= 0
-        assert nbytes[-1] == pytest.approx(nbytes[0])
-
-
-def rings_hold(plan: Plan, run: Run) -> None:
-    """Gathered parameters are fresh and there, and never more than there are buffers for."""
-    at, placement = spans(run), plan.placement
-    gathered: list[tuple[int, str, int, str, int]] = []
-    unsummed = []
-    for key, (start, end) in sorted(at.items(), key=lambda x: x[1]):
-        step, kind, stage, label, mb = key
-        if kind in ("UNSHARD", "UNSHARD_B") and mb >= 0 and step:
-            assert start >= at[step - 1, "OPT", stage, label, -1][1]
-        if kind in ("B", "W") and (kind == "W" or (step, "W", stage, label, mb) not in at):
-            summed = at[step, "REDUCE_GRAD", stage, label, mb]
-            assert summed[0] >= end - 1e-12
-            unsummed += [(start, 1), (summed[1], -1)]
-        if kind in ("F", "B", "I"):
-            gathered.append(key)
-    most(unsummed, placement.gradient_buffers)
-    if plan.mathematics.zero < 3:
-        return
-    held = []
-    gathered.sort(key=lambda k: (k[0], at[k]))
-    last = None
-    for key in gathered:
-        step, kind, stage, label, mb = key
-        came = at.get((step, "UNSHARD" if kind == "F" else "UNSHARD_B", stage, label, mb))
-        if (step, stage, label) == last:
-            assert came is None
-            held[-1] = (at[key][1], -1)
-        else:
-            assert came is not None and came[1] <= at[key][0] + 1e-12
-            held += [(came[0], 1), (at[key][1], -1)]
-        last = (step, stage, label)
-    most(held, placement.parameter_buffers)
-
-
-@settings(max_examples=15)
-@given(cases())
-def test_engine_equals_max_plus_without_contention(case: tuple[Problem, Plan]) -> None:
-    given_, plan = case
-    if any(op.priority is not None for p in expand(plan) for op in walk(p)):
-        calls = [
-            Call(c.name, c.version, c.args | ({"priority": False} if c.name == "segments" else {}))
-            for c in plan.lowering
-        ]
-        plan = msgspec.structs.replace(plan, lowering=tuple(calls))
-    run = simulate(plan, given_, steps=2, contention=False, overlap=False)
-    _, end = longest_path(run.layout.graph, run.prices.seconds)
-    assert run.makespan == pytest.approx(end.max(), rel=1e-9)
 
 
 # -- memory
@@ -341,163 +195,3 @@ def test_fp16_updates_wait_for_all_gradients() -> None:
         at = spans(simulate(plan, given_))
         last = max(v[1] for k, v in at.items() if k[1] == "REDUCE_GRAD")
         assert (min(v[0] for k, v in at.items() if k[1] == "OPT") >= last - 1e-12) == late
-
-
-# -- broken programs
-
-
-def rewritten(plan: Plan, change: Callable[[list[Op]], list[Op]]) -> Plan:
-    """The plan with its programs written out and changed; dependencies on lost ops go too."""
-    found = []
-    for p in expand(plan):
-        ops = change(list(walk(p)))
-        names = {op.name for op in ops}
-        ops = [
-            op
-            if op.deps is None
-            else msgspec.structs.replace(op, deps=tuple(d for d in op.deps if d.name in names))
-            for op in ops
-        ]
-        block = Block(form="repeat", items=tuple(ops), count=0)
-        found.append(ProgramText(p.ranks, format_program(Program(ranks=p.ranks, blocks=(block,)))))
-    return msgspec.structs.replace(plan, programs=tuple(found), lowering=())
-
-
-def lose(ops: list[Op]) -> list[Op]:
-    return [op for op in ops if op.name != "0REDUCE_GRAD1[l2]"]
-
-
-def twice(ops: list[Op]) -> list[Op]:
-    at = next(i for i, op in enumerate(ops) if op.name == "0REDUCE_GRAD1[l2]")
-    return [*ops[: at + 1], ops[at], *ops[at + 1 :]]
-
-
-def whole_too(ops: list[Op]) -> list[Op]:
-    at = max(i for i, op in enumerate(ops) if op.kind == "REDUCE_GRAD" and op.label == "l2")
-    return [*ops[: at + 1], msgspec.structs.replace(ops[at], mb=-1), *ops[at + 1 :]]
-
-
-def early(ops: list[Op]) -> list[Op]:
-    of = next(i for i, op in enumerate(ops) if op.name == "0REDUCE_GRAD1[l2]")
-    to = next(i for i, op in enumerate(ops) if op.name == "0B1[l2]")
-    one = msgspec.structs.replace(ops[of], deps=())
-    return [*ops[:to], one, *ops[to:of], *ops[of + 1 :]]
-
-
-def of_another(ops: list[Op]) -> list[Op]:
-    at = next(i for i, op in enumerate(ops) if op.name == "0REDUCE_GRAD1[l2]")
-    more = msgspec.structs.replace(ops[at], mb=7)
-    return [*ops[: at + 1], more, *ops[at + 1 :]]
-
-
-def hasty(ops: list[Op]) -> list[Op]:
-    """The update of l2 waits for the backward, but not for the last sum."""
-    found = [op for op in ops if op.name != "0OPT[l2]"]
-    at = next(i for i, op in enumerate(found) if op.name == "0REDUCE_GRAD1[l2]")
-    update = Op(kind="OPT", stage=0, label="l2", deps=(Dep("0B1[l2]"), Dep("0REDUCE_GRAD0[l2]")))
-    return [*found[:at], update, *found[at:]]
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lose, "never reduced"),
-        (twice, "reduced twice"),
-        (whole_too, "reduced twice"),
-        (early, "before all of its gradient"),
-        (of_another, "no backward makes"),
-        (hasty, "never reduced"),
-    ],
-)
-def test_broken_sums_are_refused(
-    zero: int, change: Callable[[list[Op]], list[Op]], message: str
-) -> None:
-    plan = sharded(gpt(2, 4), zero)
-    validate(rewritten(plan, list))
-    with pytest.raises(PlanError, match=message):
-        validate(rewritten(plan, change))
-
-
-def test_text_implies_what_the_pass_writes() -> None:
-    program = parse_program(
-        "0UNSHARD0 ; 0F0 ; 0UNSHARD1 ; 0F1 ; 0UNSHARD_B1 ; 0B1 ; 0REDUCE_GRAD1 ; 0B0 ; "
-        "0REDUCE_GRAD0 ; 0OPT",
-        (0,),
-    )
-    flat = flatten(program)
-    names = [op.name for op in flat.ops]
-    found = {
-        names[i]: {(names[j], d) for j, d in deps}
-        for i, deps in enumerate(resolve(flat, frozenset({0})))
-    }
-    assert found["0F0"] == {("0UNSHARD0", 0), ("0OPT", 1)}
-    assert ("0UNSHARD1", 0) in found["0F1"] and ("0UNSHARD0", 0) not in found["0F1"]
-    assert ("0UNSHARD_B1", 0) in found["0B1"] and ("0UNSHARD_B1", 0) not in found["0B0"]
-    assert found["0REDUCE_GRAD1"] == {("0B1", 0)} and found["0REDUCE_GRAD0"] == {("0B0", 0)}
-    assert found["0OPT"] == {("0REDUCE_GRAD1", 0), ("0REDUCE_GRAD0", 0)}
-
-
-# -- refusals
-
-
-def drafted(**changes: Any) -> PlanDraft:
-    return msgspec.structs.replace(uniform(gpt(4, 4).model, 4, range(4), zero=3), **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": DataKnobs(microbatches=(2, 1, 1), zero=2)}, "equally many"),
-        ({"expert": ExpertKnobs(ep=2)}, "experts"),
-        ({"pipeline": PipelineKnobs(blocking_p2p=True)}, "blocking"),
-        ({"data": DataKnobs(microbatches=(1,) * 4, zero=3, buffers=-1)}, "at least one buffer"),
-    ],
-)
-def test_what_does_not_run_by_segment_is_refused(changes: dict[str, Any], message: str) -> None:
-    draft = drafted(**changes)
-    if len(draft.data.microbatches) == 3:
-        draft = msgspec.structs.replace(draft, cells=draft.cells[:3])
-    with pytest.raises(InputError, match=message):
-        lower(gpt(4, 4), draft)
-
-
-def test_a_tied_embedding_on_two_positions_is_refused() -> None:
-    given_ = problem(machine(1, 4), small(tied=True), batch=4)
-    with pytest.raises(InputError, match="tied embedding"):
-        lower(given_, uniform(given_.model, 4, range(4), pp=2, zero=3))
-    draft = uniform(given_.model, 4, range(4), pp=2)
-    assert [k.stage for k in get("zero").space(given_, draft)] == [1, 0]
-
-
-def test_plans_are_refused_likewise() -> None:
-    plan = sharded(gpt(2, 4), 3, optimizer=1)
-    for changes, message in (
-        ({"mathematics": msgspec.structs.replace(plan.mathematics, zero=4)}, "unknown ZeRO"),
-        ({"lowering": plan.lowering[:-1]}, "segment by segment"),
-    ):
-        with pytest.raises(PlanError, match=message):
-            validate(msgspec.structs.replace(plan, **changes))
-    hosted = sharded(gpt(2, 4), 3, parameters=1)
-    for zero in (1, 2):
-        math = msgspec.structs.replace(hosted.mathematics, zero=zero)
-        with pytest.raises(PlanError, match="whole parameters on the host"):
-            expand(msgspec.structs.replace(hosted, mathematics=math))
-        with pytest.raises(InputError, match="stage 3"):
-            sharded(gpt(2, 4), zero, parameters=1)
-    placement = msgspec.structs.replace(plan.placement, microbatches=(3, 1))
-    with pytest.raises(PlanError, match="unlike numbers"):
-        expand(msgspec.structs.replace(plan, placement=placement))
-
-
-def test_the_strategy_offers_all_stages_and_refuses_no_buffers() -> None:
-    given_ = gpt(2, 2)
-    draft = uniform(given_.model, 2, range(2))
-    assert [k.stage for k in get("zero").space(given_, draft)] == [1, 0, 3, 2]
-    pins = msgspec.structs.replace(given_.job.pins, zero=3)
-    pinned = msgspec.structs.replace(given_, job=msgspec.structs.replace(given_.job, pins=pins))
-    assert [k.stage for k in get("zero").space(pinned, draft)] == [3]
-    with pytest.raises(InputError, match="at least one buffer"):
-        compose(given_, [("zero", {"stage": 3, "buffers": -1})], start=draft)
-    with pytest.raises(InputError, match="knobs of strategy zero"):
-        compose(given_, [("zero", {"stage": 4})], start=draft)
