@@ -18,7 +18,12 @@ __all__ = ["gpt", "spacing", "two"]
 
 @cache
 def gpt(
-    memory: float, replicas: int = 1, m: int = 1, layers: int = 3, update: str = "0.4 ns"
+    memory: float,
+    replicas: int = 1,
+    m: int = 1,
+    layers: int = 3,
+    update: str = "0.4 ns",
+    zero: int = 0,
 ) -> tuple[Problem, PlanDraft]:
     """A small GPT on chips of this memory [GB]."""
     node = {
@@ -53,7 +58,7 @@ def gpt(
     draft = PlanDraft(
         cells=tuple(CellKnobs(stage=0, replica=r, chips=(r,)) for r in range(replicas)),
         pipeline=PipelineKnobs(microbatch=4),
-        data=DataKnobs(microbatches=(m,) * replicas),
+        data=DataKnobs(microbatches=(m,) * replicas, zero=zero),
     )
     return load_problem(cluster, config, job), draft
 
