@@ -72,7 +72,10 @@ def register(app: typer.Typer) -> None:
 
 def _simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, - for stdin.")],
-    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of steps; by default 1, or 8 where steps overlap."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the plan's generated tables.")] = 0,
     cluster: Annotated[str, typer.Option(help="Another cluster: a file or bundled name.")] = "",
     fold: Annotated[bool, typer.Option(help="Run one rank per class of equal ranks.")] = True,
@@ -98,6 +101,7 @@ def _simulate(
     from sim.checks import read_plan
     from sim.engine.simulate import simulate
     from sim.report.gantt import PICTURES
+    from sim.report.metrics import SETTLED_STEPS
     from sim.report.report import report_of
     from sim.report.table import print_simulation
 
@@ -111,7 +115,7 @@ def _simulate(
         run = simulate(
             plan,
             problem,
-            steps=steps,
+            steps=steps or (1 if plan.barrier else SETTLED_STEPS),
             fold=fold,
             contention=contention,
             overlap=overlap,

@@ -47,7 +47,9 @@ PinOption = Annotated[
         "--pin",
         help="Take a knob out of the search, one per --pin, e.g. tp=8. Numbers: tp pp dp ep "
         "microbatch chunks zero. Names: schedule recompute orders families. Yes or no: "
-        "sequence_parallel split_backward scatter all_types. Several: accelerators=A,B.",
+        "sequence_parallel split_backward scatter all_types. Several: accelerators=A,B. "
+        "offload=yes lets plans that use host memory compete, no leaves them out, auto (the "
+        "default) looks for them when nothing else fits.",
     ),
 ]
 TopOption = Annotated[int, typer.Option(min=1, help="Plans that are simulated at the end.")]
@@ -197,6 +199,8 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
             if what != last[0]:
                 last[0] = what
                 console.print(f"  {what}: {total:,}" if total else f"  {what}", style="dim")
+            elif what == "offload":
+                console.print(f"  offload {done} of {total}", style="dim")
 
         yield show
 
@@ -204,6 +208,7 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
 def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
     from sim.report.document import SearchFacts
     from sim.report.report import report_of
+    from strategies.search.result import OffloadDocument
 
     report = report_of(result.run, result.problem)
     facts = SearchFacts(
@@ -212,16 +217,26 @@ def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
         pruned=sum(result.pruned.values()),
         wall_s=result.wall_s,
     )
-    return report, report.plan_document(facts)
+    document = report.plan_document(facts)
+    if result.offload is None and not result.notes:
+        return report, document
+    fields = {f: getattr(document, f) for f in document.__struct_fields__}
+    return report, OffloadDocument(**fields, offload=result.offload, notes=result.notes)
 
 
 def _print(console: Console, document: PlanDocument, result: SearchResult) -> None:
     from sim.report.table import Tight, print_plan
 
     print_plan(console, document)
+    if result.offload is not None:
+        console.print(Tight(f"offload: {result.offload.why}"), highlight=False)
+        for stage in result.offload.stages:
+            console.print(Tight(f"on the host, stage {stage.index}: {stage.text}"), highlight=False)
     console.print(Tight(f"bound by {result.binding}"), highlight=False)
     if result.next_best:
         console.print(Tight(f"next best: {result.next_best}"), highlight=False)
+    for note in result.notes:
+        console.print(Tight(f"note: {note}"), highlight=False)
     if result.sub_groups:
         console.print(f"sub-groups: {result.sub_groups}", highlight=False)
     if result.stopped:

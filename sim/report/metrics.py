@@ -14,9 +14,14 @@ from sim.report.basis import Basis
 from sim.report.busy import busy_of, sum_by
 from sim.report.spans import Spans
 
-__all__ = ["Metrics", "Pace", "metrics_of", "pace_of", "rates_of", "tokens_per_update"]
+__all__ = [
+    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_of", "rates_of", "tokens_per_update",
+]  # fmt: skip
 
 Floats = NDArray[np.float64]
+
+SETTLED_STEPS = 8
+"""Steps of a plan without BARRIER after which their pace has settled."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):

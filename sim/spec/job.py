@@ -76,6 +76,7 @@ class PinsDoc(Doc):
     schedule: str | None = None
     recompute: Recompute | None = None
     zero: Literal[0, 1, 2, 3] | None = None
+    offload: Literal["auto", "yes", "no"] | None = None
 
 
 class JobDoc(Doc):
@@ -134,7 +135,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """Knobs taken out of the search: sizes and schedule; None leaves one free."""
+    """Knobs taken out of the search: sizes and schedule; None leaves one free.
+
+    ``offload``: "yes", "no" or "auto", see strategies.search.options.Choices.
+    """
 
     tp: int | None = None
     pp: int | None = None
@@ -144,6 +148,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str | None = None
     recompute: Recompute | None = None
     zero: int | None = None
+    offload: str | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

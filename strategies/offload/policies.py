@@ -18,14 +18,15 @@ from sim.plan.draft import PlanDraft
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.problem import Problem
+from sim.report.metrics import SETTLED_STEPS
 from sim.report.report import report_of
 from strategies.compose import compose
 from strategies.offload.autohete import AutoHeteKnobs
 
 __all__ = ["POLICIES", "Outcome", "Policy", "outcome_of", "run_policy", "short_of"]
 
-STEPS = 8
-"""Steps simulated: enough for the pace of steps that overlap to settle."""
+STEPS = SETTLED_STEPS
+"""Steps simulated."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from sim.problem import Problem
 from strategies.search.result import Finalist
 from strategies.search.store import RunTable, run_key
 
-__all__ = ["Contender", "play"]
+__all__ = ["Contender", "next_best", "play"]
 
 
 class Contender(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,3 +130,12 @@ def _times(
     jobs = (delayed(_step_time)(plans[i], problem, contention) for i in todo)
     results = Parallel(n_jobs=n_jobs, return_as="generator")(jobs)
     yield from zip(todo, results, strict=True)
+
+
+def next_best(played: Sequence[tuple[Finalist, Contender]]) -> str:
+    """Name the best plan of another structure than the first's, and what it gives up, or ""."""
+    best, winner = played[0]
+    for finalist, contender in played[1:]:
+        if contender.structure != winner.structure:
+            return f"{finalist.plan.name}: +{100 * (finalist.score / best.score - 1):.1f} %"
+    return ""

@@ -72,6 +72,8 @@ def sub_grouped(
         ``sub_groups`` what was tried and what it gave.
     """
     began = time.monotonic()
+    if first.offload:
+        return msgspec.structs.replace(first, sub_groups="none tried: the plan offloads")
     if not first.pools:
         return msgspec.structs.replace(first, sub_groups="none tried: replicas are unlike")
     fixed = {

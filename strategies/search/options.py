@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -13,9 +13,15 @@ from sim.plan.placement import Recompute
 from sim.plan.schedules import SCHEDULES
 from sim.problem import Problem
 from strategies.recompute.recompute import recompute_modes
+from strategies.registry import get
 from strategies.search.slab import RECOMPUTE, Knobs
 
-__all__ = ["Choices", "choices_of", "fill_share", "knobs_for", "modes_of", "screening_knobs"]
+__all__ = [
+    "Choices", "Offload", "choices_of", "fill_share", "knobs_for", "modes_of", "screening_knobs",
+    "zero_stages",
+]  # fmt: skip
+
+Offload = Literal["auto", "yes", "no"]
 
 CHUNKS = (2, 4)
 """Virtual stages per position that interleaving is tried with."""
@@ -30,7 +36,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tp, pp, dp, ep, microbatch: sizes; pp counts all stages of the pipeline.
-        schedule: name. recompute: mode of every stage. zero: 0 or 1.
+        schedule: name. recompute: mode of every stage. zero: a stage the strategy ``zero`` offers;
+            above 1 in offloaded plans only.
         sequence_parallel, split_backward, scatter: switches (see ``Knobs``).
         chunks: virtual stages per position (1 for none but the plain schedules).
         accelerators: types that may be used.
@@ -38,6 +45,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
         orders: "memory" for largest memory first only, "all" for every order of the pools, "auto"
             for all orders of up to three pools.
         families: "pipeline" (unlike stages), "replicas" (unlike replicas), "both".
+        offload: "auto" looks for offloaded plans when nothing fits otherwise, "yes" lets them
+            compete, "no" leaves them out.
     """
 
     tp: int | None = None
@@ -56,6 +65,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     all_types: bool = False
     orders: str = "auto"
     families: str = "both"
+    offload: Offload = "auto"
 
 
 def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choices:
@@ -65,7 +75,7 @@ def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choic
         problem: whose job. pins: field of ``Choices`` -> value, text or typed.
 
     Raises:
-        UsageError: an unknown field, or a value of the wrong type.
+        UsageError: an unknown field, a value of the wrong type, or one nothing offers.
     """
     merged: dict[str, Any] = {
         name: value
@@ -80,7 +90,25 @@ def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choic
     found = Choices(**{name: _read_pin(name, v, kinds[name]) for name, v in merged.items()})
     if found.schedule is not None and found.schedule not in SCHEDULES:
         raise UsageError(f"no such schedule: {found.schedule}; there are {' '.join(SCHEDULES)}")
+    _check_zero(found)
     return found
+
+
+def zero_stages() -> tuple[int, ...]:
+    """ZeRO stages that the strategy ``zero`` offers, in rising order."""
+    return tuple(sorted(get_args(get_type_hints(get("zero").knobs)["stage"])))
+
+
+def _check_zero(choices: Choices) -> None:
+    if choices.zero is None or choices.zero in (0, 1):
+        return
+    if choices.zero not in zero_stages():
+        offered = " ".join(map(str, zero_stages()))
+        raise UsageError(f"no such ZeRO stage: {choices.zero}; there are {offered}")
+    if choices.offload == "no":
+        raise UsageError(
+            f"--pin zero={choices.zero} is planned with offloading only; drop offload=no"
+        )
 
 
 def _read_pin(name: str, value: Any, kind: Any) -> Any:
@@ -102,6 +130,8 @@ def _read_pin(name: str, value: Any, kind: Any) -> Any:
             expected = "yes or no"
         elif kind == Recompute | None:
             expected = f"one of {' '.join(get_args(Recompute))}"
+        elif kind == Offload:
+            expected = f"one of {' '.join(get_args(Offload))}"
         elif kind not in (int, int | None):
             expected = "text"
         several = isinstance(value, str) and "," in value and "=" in value

@@ -7,9 +7,11 @@ import msgspec
 from sim.engine.simulate import Run
 from sim.plan.plan import Plan
 from sim.problem import Problem
+from sim.report.document import PlanDocument
+from strategies.search.hosted import HostedStage
 from strategies.search.pools import Pool
 
-__all__ = ["Finalist", "SearchResult"]
+__all__ = ["Finalist", "OffloadDocument", "OffloadFacts", "SearchResult"]
 
 
 class Finalist(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,30 @@ class Finalist(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float
     score: float
     simulated: bool = True
+
+
+class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the best plan offloads, and what it keeps on the host.
+
+    Args:
+        why: in words. stages: per pipeline position. proven: nothing else on the host is faster for
+            this structure.
+    """
+
+    why: str
+    stages: tuple[HostedStage, ...]
+    proven: bool
+
+
+class OffloadDocument(PlanDocument, frozen=True, kw_only=True):
+    """Answer of ``hetlab plan`` where offloading was looked at.
+
+    Args:
+        offload: None when the best plan does not offload. notes: as of ``SearchResult``.
+    """
+
+    offload: OffloadFacts | None
+    notes: tuple[str, ...]
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +74,10 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
             another structure gives up, in words, or "".
         pools: of the best plan, in the order of stages; () for unlike replicas.
         sub_groups: what sub-groups of a type were tried and gave, in words, or "".
+        offload: what the best plan keeps on the host, None when it does not offload; then ``run``
+            has several steps, whose pace is the step time, and ``bound_s`` is ``plan_bound_s``, the
+            passes of its structure alone.
+        notes: what was tried of offloading, refused, or short without it, in words.
     """
 
     problem: Problem
@@ -67,6 +97,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     next_best: str
     pools: tuple[Pool, ...] = ()
     sub_groups: str = ""
+    offload: OffloadFacts | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def step_time_s(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from strategies.search.board import Effort, Progress
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Evaluator
-from strategies.search.finalists import Contender, play
+from strategies.search.finalists import Contender, next_best, play
 from strategies.search.mixed import MixedPlan, draft_of_mixed
+from strategies.search.offloaded import Offloaded, offloaded
 from strategies.search.options import choices_of
 from strategies.search.pools import Pool, pools_of
 from strategies.search.replicas import search_replicas
+from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult
 from strategies.search.slab import Slab, structure_key
 from strategies.search.store import RunTable
@@ -87,41 +90,62 @@ def search(
         evaluator.run(chosen)
     mixed = _replicas(evaluator, chosen, top)
     contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
+    away = partial(
+        offloaded, problem, chosen, choices, effort=evaluator.effort, deadline=deadline,
+        contention=contention, progress=progress,
+    )  # fmt: skip
     if not contenders:
-        raise _nothing(evaluator, chosen, time.monotonic() - began, budget, incumbent)
-    played, complete = play(
-        problem,
-        [c for c, _ in contenders],
-        top,
-        contention=contention,
-        n_jobs=n_jobs,
-        store=RunTable(store) if isinstance(store, str | Path) else store,
-        progress=progress,
-        late=lambda: evaluator.late(found=True),
-    )
-    evaluator.stopped |= not complete
-    _check_limit(problem, played[0][0])
-    slab = next(slab for contender, slab in contenders if contender is played[0][1])
-    found = _result(evaluator, mixed, played, slab, contention)
+        found = _rescued(evaluator, chosen, away, began, budget, incumbent)
+    else:
+        played, complete = play(
+            problem,
+            [c for c, _ in contenders],
+            top,
+            contention=contention,
+            n_jobs=n_jobs,
+            store=RunTable(store) if isinstance(store, str | Path) else store,
+            progress=progress,
+            late=lambda: evaluator.late(found=True),
+        )
+        evaluator.stopped |= not complete
+        slab = next(slab for contender, slab in contenders if contender is played[0][1])
+        found = _result(evaluator, mixed, played, slab, contention)
+        if choices.offload == "yes" and incumbent is None and not evaluator.stopped:
+            found = competing(found, away(best=found.finalists[0].score))
+    _check_limit(problem, found.finalists[0])
     return msgspec.structs.replace(found, wall_s=time.monotonic() - began)
 
 
-def _nothing(
+def _rescued(
     evaluator: Evaluator,
     pools: tuple[Pool, ...],
-    took: float,
+    away: Callable[[], Offloaded],
+    began: float,
     budget: float | None,
     incumbent: float | None,
-) -> HetlabError:
-    """Why there is no plan: nothing better, no time, or nothing that fits."""
+) -> SearchResult:
+    """Where nothing was found: the best offloaded plan, or why there is none either."""
     if incumbent is not None:
-        return InfeasibleError(f"no plan beats {incumbent:.6g}", "the incumbent")
-    if not evaluator.stopped:
-        return infeasible(evaluator.costs, pools, evaluator.choices)
+        raise InfeasibleError(f"no plan beats {incumbent:.6g}", "the incumbent")
+    if evaluator.stopped:
+        raise _cut_short(budget, time.monotonic() - began)
+    error, short = infeasible(evaluator.costs, pools, evaluator.choices)
+    if evaluator.choices.offload == "no":
+        raise error
+    state = away()
+    if state.found:
+        return rescued(evaluator.costs.problem, state, error, short, evaluator.choices.zero)
+    if state.stopped:
+        raise _cut_short(budget, time.monotonic() - began)
+    raise still_infeasible(error, state)
+
+
+def _cut_short(budget: float | None, took: float) -> HetlabError:
+    """Why a search that was stopped has no plan."""
     if budget is not None and took > budget:
         return UsageError(
             f"the budget of {budget:g} s ended before a plan was found, after {took:.0f} s; "
-            f"give at least {2 * took:.0f} s, or pin a knob"
+            f"give at least {max(1, math.ceil(2 * took))} s, or pin a knob"
         )
     return StoppedError("stopped before a plan was found")
 
@@ -155,7 +179,7 @@ def _result(
             if slab is not None
             else "compute of the replicas, and their gradient sum"
         ),
-        next_best=_next_best(played, winner),
+        next_best=next_best(played),
         pools=slab.pools if slab is not None else (),
     )
 
@@ -222,11 +246,3 @@ def _check_limit(problem: Problem, best: Finalist) -> None:
             f"{best.step_time_s - limit:.4g} s more than the job allows",
             f"limits.max_step_time of {limit:.4g} s",
         )
-
-
-def _next_best(played: list[tuple[Finalist, Contender]], winner: Contender) -> str:
-    for finalist, contender in played[1:]:
-        if contender.structure != winner.structure:
-            worse = 100 * (finalist.score / played[0][0].score - 1)
-            return f"{finalist.plan.name}: +{worse:.1f} %"
-    return ""

@@ -125,31 +125,40 @@ def _closest(
     return best
 
 
-def infeasible(costs: Costs, pools: tuple[Pool, ...], choices: Choices) -> InfeasibleError:
-    """The error to raise when no plan fits: the cell, the shortfall, the cheapest change."""
+def infeasible(
+    costs: Costs, pools: tuple[Pool, ...], choices: Choices
+) -> tuple[InfeasibleError, float]:
+    """The error to raise when no plan fits: the cell, the shortfall, the cheapest change.
+
+    Returns:
+        The error, and what the closest plan is short of [B], 0 where memory is not what is short.
+    """
     problem = costs.problem
     found = _closest(costs, pools, choices)
     if found is None:
-        return InfeasibleError(
+        error = InfeasibleError(
             f"no plan of {problem.model.name} on {problem.machine.name} has legal sizes; "
             f"global batch {problem.job.global_batch}, {costs.passes.num_layers} layers",
             _pins_in_words(choices) or "divisibility",
         )
+        return error, 0.0
     short, where, plan, share = found
     if short <= 0:
-        return InfeasibleError(
+        error = InfeasibleError(
             f"no plan of {problem.model.name} on {problem.machine.name} keeps all pins; memory is "
             f"not what is short, {plan} would fit",
             _pins_in_words(choices) or "divisibility",
         )
+        return error, 0.0
     change = _change(costs, pools, choices) or (
         f"{100 * (share - 1):.0f} % more memory there, or more chips of its type"
     )
-    return InfeasibleError(
+    error = InfeasibleError(
         f"no plan of {problem.model.name} fits on {problem.machine.name}: the closest ({plan}) is "
         f"short of {short / 1e9:.2f} GB; cheapest change: {change}",
         f"memory of {where}",
     )
+    return error, short
 
 
 def _pins_in_words(choices: Choices) -> str:
