@@ -146,6 +146,7 @@ def knobs_of(plan: Plan, cell: Cell) -> MemoryKnobs:
         buffers=plan.buffers,
         shards=plan.placement.num_replicas * cell.cp if math.zero else 1,
         late_gradients=max((c.args.get("late_gradients", 0) for c in plan.lowering), default=0),
+        outer_bytes=max((c.args.get("outer_bytes", 0.0) for c in plan.lowering), default=0.0),
         remote_optimizer=any(c.args.get("remote_optimizer", False) for c in plan.lowering),
     )
 

@@ -57,6 +57,7 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
             (sim.cost.offload).
         late_gradients: reduced gradients that wait for their update beside the one that is summed.
         remote_optimizer: optimizer states are held, and used, by a server.
+        outer_bytes: [B] per parameter of states that outlive local steps (local SGD).
     """
 
     microbatch: int = 1
@@ -69,6 +70,7 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
     shards: int = 1
     late_gradients: int = 0
     remote_optimizer: bool = False
+    outer_bytes: float = 0.0
 
 
 def stage_memory_terms(
@@ -106,7 +108,8 @@ def stage_memory_terms(
         "parameters": count * job.param_bytes,
         "gradients": count * job.gradient_bytes * (1 + knobs.late_gradients),
         "gradient copy": count * (job.param_bytes if copies else 0),
-        "optimizer": owned * (0 if knobs.remote_optimizer else job.optimizer_bytes),
+        "optimizer": owned * (0 if knobs.remote_optimizer else job.optimizer_bytes)
+        + count * knobs.outer_bytes,
         "activations": (kept * in_flight).sum(-1) * tokens,
         "working": _working(table, job, low, high, knobs, copies),
         "gathered": np.zeros_like(count),

@@ -22,7 +22,7 @@ from sim.problem import Problem
 __all__ = ["PASSES", "Effort", "Work"]
 
 PASSES = ("F", "B", "I", "W", "R")
-_LOCAL = ("LOOKUP", "ENCODE", "DECODE", "APPLY")
+_LOCAL = ("LOOKUP", "ENCODE", "DECODE", "OPT", "APPLY")
 WIDTH = 1e4
 """[B] per token that groups are compared by: some thousand 16-bit elements."""
 
@@ -143,7 +143,7 @@ class Work:
         """
         if op.kind in PASSES:
             return self._pass(op, rank)
-        if op.kind == "OPT":
+        if op.kind == "OPT" and not op.amount:
             return Effort(self._optimizer(op, rank))
         if op.kind == "RESHARD":
             return Effort(0.0)

@@ -83,11 +83,13 @@ class DataKnobs(msgspec.Struct, frozen=True, kw_only=True):
             parameters too (3).
         buffers: segments gathered, and gradients before their sum, that a chip keeps under ZeRO-2
             and 3; 0 for the rings that ``OffloadKnobs`` names.
+        workers: see Placement.
     """
 
     microbatches: tuple[int, ...] = (1,)
     zero: int = 0
     buffers: int = 0
+    workers: tuple[int, ...] = ()
 
 
 class TensorKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,19 +26,22 @@ def prove_updates(graph: OpGraph, wiring: Wiring) -> None:
     Proves: a gradient is reduced once and applied once per step; both come after every backward of
     the stage (and segment) in that step, a reduction of one microbatch after that microbatch's; on
     a rank with other replicas some sum over replicas stands between the backward and the update,
-    and where sums are per microbatch, one of every microbatch.
+    and where sums are per microbatch, one of every microbatch. Where a step repeats passes and
+    update, each turn's update belongs to its own turn. Workers that step by themselves sum over
+    their own replicas, and all of them meet once per step.
 
     Raises:
         PlanError: the first rule that is broken, with the rank and the op.
     """
-    _once(graph)
+    turns = _Turns(graph)
+    _once(graph, turns)
     ancestors = _Ancestors(graph)
     backward, by_part = _backward(graph), _parts(graph)
     for node, op in enumerate(graph.ops):
         if op.kind not in ("OPT", "REDUCE_GRAD") or graph.step[node] != 0:
             continue
         mine = [k for a in _takers(graph, node) for k in backward[a, _microbatch(op)]]
-        wanted = [k for k in mine if _fits(graph, k, node)]
+        wanted = [k for k in mine if _fits(graph, k, node) and turns.meet(k, node)]
         if _microbatch(op) >= 0 and not wanted:
             raise PlanError(
                 f"{graph.label(node)} sums what no backward makes",
@@ -68,13 +71,49 @@ def prove_updates(graph: OpGraph, wiring: Wiring) -> None:
                     found=f"no sum of {graph.ops[bare[0]].name}",
                     expected="REDUCE_GRAD before OPT",
                 )
+    if wiring.placement.workers and not any(
+        op.kind != "BARRIER" and graph.wire[k] >= 0 and "dp" in graph.wires[graph.wire[k]].roles
+        for k, op in enumerate(graph.ops)
+    ):
+        raise PlanError(
+            "workers that step by themselves never exchange anything",
+            key="placement.workers",
+            expected="a collective over all replicas",
+        )
 
 
-def _once(graph: OpGraph) -> None:
+class _Turns:
+    """Which turn of a repeat inside the first step a node belongs to."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.turn: dict[int, int] = {}
+        self._key: dict[int, tuple[int, int, int]] = {}
+        self._count: Counter[tuple[int, int, int]] = Counter()
+        self._passes: Counter[int] = Counter()
+        for node in np.flatnonzero(graph.step == 0).tolist():
+            op, actor = graph.ops[node], int(graph.actor[node])
+            key = (actor, int(graph.static[node]), int(graph.piece[node]))
+            self._key[node], self.turn[node] = key, self._count[key]
+            self._count[key] += 1
+            if op.kind in ("B", "W"):
+                self._passes[actor] = max(self._passes[actor], self._count[key])
+
+    def meet(self, a: int, b: int) -> bool:
+        """Whether two nodes stand in the same turn, or in unlike repeats."""
+        unlike = self._count[self._key[a]] != self._count[self._key[b]]
+        return unlike or self.turn[a] == self.turn[b]
+
+    def first(self, node: int) -> bool:
+        """False for later turns of an op that is repeated no more often than backward passes."""
+        actor = self._key[node][0]
+        return not self.turn[node] or self.turn[node] >= max(1, self._passes[actor])
+
+
+def _once(graph: OpGraph, turns: _Turns) -> None:
     count: Counter[tuple[object, ...]] = Counter()
     numbers: dict[tuple[object, ...], set[bool]] = defaultdict(set)
     for node, op in enumerate(graph.ops):
-        if op.kind in ("OPT", "REDUCE_GRAD"):
+        if op.kind in ("OPT", "REDUCE_GRAD") and node in turns.turn and turns.first(node):
             key = (
                 int(graph.actor[node]), int(graph.step[node]), int(graph.piece[node]),
                 op.kind, op.stage, op.part, op.label, int(graph.wire[node]),
@@ -153,14 +192,15 @@ def _bare(
     """
     rank = graph.actors[graph.actor[node]].rank
     cell = wiring.cell_of.get(rank)
-    if cell is None or not wiring.of_rank.get((rank, "dp")):
+    role = "local" if wiring.placement.workers else "dp"
+    if cell is None or not wiring.of_rank.get((rank, role)):
         return []
     sums = [
         k
         for k in before
         if graph.ops[k].kind in SUMS
         and graph.wire[k] >= 0
-        and not graph.wires[graph.wire[k]].roles.isdisjoint(REACHES)
+        and not graph.wires[graph.wire[k]].roles.isdisjoint(REACHES | {role})
     ]
     if parts:
         mine = [k for k in parts if k in before and k in sums]

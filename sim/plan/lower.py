@@ -148,6 +148,7 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         gradient_buffers=draft.data.buffers or rings.gradient_buffers,
         late_updates=rings.late_updates or updates_late(problem.job, draft),
         extra_ranks=extra,
+        workers=draft.data.workers,
     )
 
 

@@ -98,6 +98,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         parameter_buffers, gradient_buffers: of the largest segment, that a chip keeps for
             parameters and gradients on their way from and to the host.
         late_updates: updates on the chip wait for the gradients of all segments.
+        workers: replicas of each worker that takes steps of its own (local SGD), in order; () when
+            all replicas step together.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -111,6 +113,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parameter_buffers: int = 2
     gradient_buffers: int = 2
     late_updates: bool = False
+    workers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> tuple[Segment, ...]:
@@ -160,11 +163,12 @@ class Group(msgspec.Struct, frozen=True):
     """A collective's members.
 
     Args:
-        role: "tp", "cp", "dp" (gradients), "ep" (tokens to experts), "edp" (gradients of experts)
-            or "world".
+        role: "tp", "cp", "dp" (gradients), "local" (gradients inside a worker), "ep" (tokens to
+            experts), "edp" (gradients of experts) or "world".
         ranks: ordered members.
         stage: pipeline position, -1 for the world.
-        shard: (first, last + 1) of the fine shards this group reduces, of ``shards`` ("dp" only).
+        shard: (first, last + 1) of the fine shards this group reduces, of ``shards`` ("dp" and
+            "local" only).
         shards: number of fine shards of the stage.
     """
 
@@ -238,6 +242,9 @@ def derive_groups(placement: Placement) -> tuple[Group, ...]:
                 found.extend(Group("cp", cell.ranks[t :: cell.tp], stage) for t in range(cell.tp))
         found.extend(_ep_groups(placement, stage, cells))
         found.extend(_dp_groups(stage, cells))
+        for first, last in itertools.pairwise((0, *itertools.accumulate(placement.workers))):
+            mine = [c for c in cells if first <= c.replica < last]
+            found.extend(_dp_groups(stage, mine, "local"))
     found.extend(_embed_groups(placement))
     everyone = tuple(r for c in placement.cells for r in c.ranks) + placement.extra_ranks
     if len(everyone) > 1:
@@ -298,7 +305,7 @@ def _embed_groups(placement: Placement) -> list[Group]:
     return found
 
 
-def _dp_groups(stage: int, cells: list[Cell]) -> list[Group]:
+def _dp_groups(stage: int, cells: list[Cell], role: str = "dp") -> list[Group]:
     """One group per shard interval: the one rank of every replica that owns it, cp included."""
     if not cells or (len(cells) == 1 and cells[0].cp == 1):
         return []
@@ -314,7 +321,7 @@ def _dp_groups(stage: int, cells: list[Cell]) -> list[Group]:
     n = sizes[-1]
     return [
         Group(
-            "dp",
+            role,
             tuple(c.ranks[k * c.tp + i * c.tp // n] for c in cells for k in range(c.cp)),
             stage,
             (i, i + 1),

@@ -18,7 +18,7 @@ import msgspec
 from sim.errors import PlanError
 from sim.plan.op import MAX_DIGITS, Op, format_op, parse_op
 
-__all__ = ["STEPS", "Block", "Program", "format_program", "parse_program", "walk"]
+__all__ = ["STEPS", "Block", "Program", "format_program", "forwards", "parse_program", "walk"]
 
 STEPS = 0
 """Repeat count that stands for "as many steps as the run asks for"."""
@@ -149,6 +149,21 @@ def _format_block(block: Block) -> str:
     }[block.form]
     body = " ; ".join(format_op(i) if isinstance(i, Op) else _format_block(i) for i in block.items)
     return f"{head}{{ {body} }}"
+
+
+def forwards(program: Program) -> int:
+    """How often a step runs its forwards: 1, or the turns of the repeats around them."""
+
+    def inner(items: tuple[Op | Block, ...], times: int) -> int:
+        found = 0
+        for item in items:
+            if isinstance(item, Block):
+                found = max(found, inner(item.items, times * (item.count or 1)))
+            elif item.kind == "F":
+                found = max(found, times)
+        return found
+
+    return max(1, inner(program.blocks, 1))
 
 
 def walk(program: Program) -> Iterator[Op]:

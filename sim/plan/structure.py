@@ -87,6 +87,13 @@ def _chips(plan: Plan, problem: Problem) -> None:
 def _exactness(plan: Plan) -> None:
     if not plan.exact and not plan.reason:
         raise PlanError("an inexact plan must say why", key="reason", expected="a reason")
+    if plan.exact and plan.placement.workers:
+        raise PlanError(
+            "workers that take steps of their own change the mathematics",
+            key="exact",
+            found="true",
+            expected="false with a reason",
+        )
     if plan.exact and plan.reason:
         raise PlanError(
             "an exact plan has no reason to be inexact", key="reason", found=plan.reason
@@ -166,6 +173,12 @@ def _grid(plan: Plan) -> None:
         raise PlanError(
             "one number of microbatches per replica", key="placement.microbatches",
             found=str(len(placement.microbatches)), expected=str(placement.num_replicas),
+        )  # fmt: skip
+    workers = placement.workers
+    if workers and (min(workers) < 1 or sum(workers) != placement.num_replicas):
+        raise PlanError(
+            "every replica belongs to one worker", key="placement.workers",
+            found=" + ".join(map(str, workers)), expected=f"{placement.num_replicas} replicas",
         )  # fmt: skip
     chips = placement.chips
     own = [chips[r] for c in placement.cells for r in c.ranks if r < len(chips)]

@@ -105,11 +105,11 @@ class Wiring:
             PlanError: the role is unknown.
         """
         role = op.group or DEFAULT_ROLE.get(op.kind, "tp")
-        if role not in ("tp", "cp", "dp", "ep", "edp", "embed", "world"):
+        if role not in ("tp", "cp", "dp", "local", "ep", "edp", "embed", "world"):
             raise PlanError(
                 f"unknown group role of {op.name}",
                 found=role,
-                expected="tp cp dp ep edp embed world",
+                expected="tp cp dp local ep edp embed world",
             )
         return self.of_rank.get((rank, role), [])
 

@@ -82,7 +82,7 @@ def basis_of(
         plan: with placement and mathematics. machine, model: what it was made for, where known.
         egress_per_step: [USD] of priced links, per step.
         tokens_per_step: where the plan's microbatches do not say it (one update of a plan whose
-            ranks serve messages); all of them then pass through every block.
+            ranks serve messages, a round of local steps); all of them pass through every block.
 
     Raises:
         InputError: a chip cannot compute in the plan's dtype, or the plan names blocks that the
@@ -159,7 +159,8 @@ def _flops_of(
     for cell in placement.cells:
         if cell.recompute != "none":
             share = full if cell.recompute == "full" else core
-            of_replica = tokens[cell.replica] if tokens else total / placement.num_replicas
+            part = tokens[cell.replica] / sum(tokens) if tokens else 1 / placement.num_replicas
+            of_replica = part * total
             again += share[cell.stage] * of_replica
     return model_flops, model_flops + again
 

@@ -13,6 +13,7 @@ from sim.cost.occupancy import memory_over_time
 from sim.engine.simulate import Run
 from sim.model.graph import Model
 from sim.plan.plan import Plan
+from sim.plan.program import forwards
 from sim.problem import Problem
 from sim.report.basis import Basis, basis_of
 from sim.report.document import (
@@ -125,7 +126,8 @@ def report_of(
 ) -> Report:
     """Measure a simulation.
 
-    Where ranks serve messages a step is one update, with the tokens of the forwards behind it.
+    Where ranks serve messages a step is one update, with the tokens of the forwards behind it;
+    where workers take steps of their own it is a round.
 
     Args:
         run: from sim.engine.simulate.
@@ -148,7 +150,7 @@ def report_of(
         machine,
         model,
         egress_per_step=egress(machine, nbytes.tolist()) / pace.steps if machine else 0.0,
-        tokens_per_step=_tokens_of_update(plan, spans) if run.handled else None,
+        tokens_per_step=_tokens_of_update(plan, spans) if run.handled else _tokens_of_round(run),
     )
     metrics = metrics_of(spans, basis, barrier=plan.barrier, inner_comm_s=inside)
     if memory is None:
@@ -158,6 +160,14 @@ def report_of(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
         memory=memory, host=host_use(plan, problem, spans, pace), seed=run.layout.seed,
     )  # fmt: skip
+
+
+def _tokens_of_round(run: Run) -> float | None:
+    """Tokens of a step that repeats its forwards (local SGD), None for others."""
+    plan, times = run.layout.plan, max(map(forwards, run.layout.programs), default=1)
+    maths = plan.mathematics
+    whole = sum(plan.placement.microbatches) * maths.microbatch * maths.sequence_length
+    return float(times * whole) if times > 1 else None
 
 
 def _tokens_of_update(plan: Plan, spans: Spans) -> float:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from strategies.data import ddp, delayed, zero
+from strategies.data import ddp, delayed, local_sgd, zero
 
-__all__ = ["ddp", "delayed", "zero"]
+__all__ = ["ddp", "delayed", "local_sgd", "zero"]

@@ -14,7 +14,7 @@ from strategies.registry import get
 from strategies.testing import StrategyContract, companions_of
 from tests.contract.test_strategies import small
 
-NAMES = ("delayed_sgd",)
+NAMES = ("delayed_sgd", "local_sgd")
 
 
 @cache
