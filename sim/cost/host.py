@@ -1,4 +1,4 @@
-"""Prices of ops on a node's host side: copies over PCIe and work of its processors.
+"""Prices of ops on a node's host side: copies over PCIe, work of its processors, NVMe.
 
 An op whose links (sim.cost.host_links) nobody else uses is a formula, otherwise a flow.
 """
@@ -10,7 +10,14 @@ from collections.abc import Collection, Hashable
 
 import msgspec
 
-from sim.cost.host_links import COPIES, HOST_STREAMS, HostLinks, update_bytes, update_seconds
+from sim.cost.host_links import (
+    COPIES,
+    DRIVES,
+    HOST_STREAMS,
+    HostLinks,
+    update_bytes,
+    update_seconds,
+)
 from sim.cost.prices import FlowSpec
 from sim.cost.work import Work
 from sim.errors import InputError
@@ -21,8 +28,8 @@ from sim.plan.op import Op
 
 __all__ = ["HOST_STREAMS", "Host", "HostPrice", "on_host", "update_bytes", "update_seconds"]
 
-_DEFAULT = {"d2h": "gradients", "h2d": "parameters"}
-_BYTES = ("gradients", "parameters", "states")
+_DEFAULT = {"d2h": "gradients", "h2d": "parameters", "nvme_read": "states", "nvme_write": "states"}
+_BYTES = ("gradients", "parameters", "states", "states+parameters")
 """What a copy of a segment may move, as the op's ``amount`` says."""
 
 
@@ -43,7 +50,7 @@ class HostPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def on_host(op: Op) -> bool:
-    """True for ops on a copy stream or the host's."""
+    """True for ops on a stream of the host side."""
     return (op.stream or KINDS[op.kind].stream) in HOST_STREAMS
 
 
@@ -100,9 +107,15 @@ class Host:
                 key=f"node {node.profile}",
                 expected="pcie: with a rate",
             )
+        if stream in DRIVES and min(node.host.nvme_read, node.host.nvme_write) <= 0:
+            raise InputError(
+                f"{op.name} of rank {who.rank} has no drive",
+                key=f"node {node.profile}",
+                expected="nvme: with read, write and capacity",
+            )
         self._assume(node, stream)
         keys = self.links.of(stream, who.rank)
-        size = (self._copied if stream in COPIES else self._crossed)(op, who.rank) * units
+        size = (self._crossed if stream == "host" else self._copied)(op, who.rank) * units
         cap = min(self.links.rate(k) for k in keys)
         slows = None
         if stream == "d2h" and self.contention and self.links.both_ways(keys[0][1]) < 1.0:
@@ -126,6 +139,8 @@ class Host:
 
     def _assume(self, node: Node, stream: str) -> None:
         texts = [t for t in node.host.assumed if ("CPU" in t) == (stream == "host")]
+        if stream in DRIVES:
+            texts = ["NVMe reads and writes do not slow each other"]
         self.assumptions |= dict.fromkeys(f"{node.profile}: {t}" for t in texts)
 
     # -- amounts --------------------------------------------------------------------------------
@@ -149,6 +164,7 @@ class Host:
             "gradients": self.job.gradient_bytes,
             "parameters": self.job.param_bytes,
             "states": self.job.optimizer_bytes,
+            "states+parameters": self.job.optimizer_bytes + self.job.param_bytes,
         }
         return params * per_param[what]
 

@@ -1,8 +1,9 @@
-"""Links of the host side: PCIe of every chip, switches, and the processors of every node.
+"""Links of the host side: PCIe of every chip, switches, processors and drives of every node.
 
 Every chip has one link each way; chips may share a switch; and all chips of a node share its
-processors, which are a link too, crossed by the bytes that updates read and write. These links
-stand behind the machine's own, and only where a plan uses them.
+processors, which are a link too, crossed by the bytes that updates read and write. Its NVMe drives
+are two links, one for reads and one for writes. These links stand behind the machine's own, and
+only where a plan uses them.
 
 Of a class of equal ranks only the representative runs, so links that the same ranks of the same
 classes use are one link, which all members of a class on it cross together. ``rank_keys`` says
@@ -22,10 +23,12 @@ from sim.plan.graph import OpGraph
 from sim.plan.hashing import renumber
 from sim.spec.job import Job
 
-__all__ = ["COPIES", "HOST_STREAMS", "HostLinks", "Key", "update_bytes", "update_seconds"]
+__all__ = ["COPIES", "DRIVES", "HOST_STREAMS", "HostLinks", "Key", "update_bytes", "update_seconds"]
 
-HOST_STREAMS = ("d2h", "h2d", "host")
 COPIES = ("d2h", "h2d")
+DRIVES = ("nvme_read", "nvme_write")
+HOST_STREAMS = (*COPIES, "host", *DRIVES)
+_OF_NODE = ("processors", *DRIVES)
 ADAM_FLOPS = 16.0
 """[FLOP] per parameter of an Adam step: 3 for each moment, 10 for correction, root and update."""
 
@@ -104,8 +107,8 @@ class HostLinks:
     def of(self, stream: str, rank: int) -> tuple[Key, ...]:
         """Links that a rank's ops on a stream cross."""
         chip, node = self.work.chip(rank), self.node(rank)
-        if stream == "host":
-            return (("processors", node.index),)
+        if stream == "host" or stream in DRIVES:
+            return (("processors" if stream == "host" else stream, node.index),)
         if node.host.shared_by == 1:
             return ((stream, chip),)
         switch = (chip - node.chips[0]) // node.host.shared_by
@@ -114,16 +117,18 @@ class HostLinks:
     def rate(self, key: Key) -> float:
         """Rate of a link [B/s]."""
         what, number = key
-        if what == "processors":
+        if what in _OF_NODE:
             node = self.machine.nodes[number]
-            return update_bytes(self.job) / update_seconds(node, self.job)
+            if what == "processors":
+                return update_bytes(self.job) / update_seconds(node, self.job)
+            return node.host.nvme_read if what == "nvme_read" else node.host.nvme_write
         node = self.machine.nodes[self._node[number]]
         return node.host.shared_rate if what.endswith("switch") else node.pcie_rate
 
     def signature(self, key: Key) -> Hashable:
         """What a link looks like: equal links of equal users behave alike."""
         what, number = key
-        node = self.machine.nodes[number if what == "processors" else self._node[number]]
+        node = self.machine.nodes[number if what in _OF_NODE else self._node[number]]
         both = self.both_ways(number) if what in COPIES else 1.0
         users = tuple(sorted(self.users[key].items()))
         own = self._name(key) if self.watched else ""
@@ -146,8 +151,8 @@ class HostLinks:
     def _name(self, key: Key) -> str:
         """Name of a link, e.g. "node0/chip1/d2h", "node0/switch0/h2d", "node0/processors"."""
         what, number = key
-        if what == "processors":
-            return f"node{number}/processors"
+        if what in _OF_NODE:
+            return f"node{number}/{what}"
         node = self.machine.nodes[self._node[number]]
         local = number - node.chips[0]
         if what in COPIES:
@@ -175,7 +180,7 @@ class HostLinks:
         users = sum(self.users[key].values())
         if self.watched and self._name(key) in self.watched:
             return True
-        if what == "processors":
+        if what in _OF_NODE:
             return users > 1
         if what in COPIES:
             return what == "h2d" and self.both_ways(number) < 1.0

@@ -3,7 +3,8 @@
 On the chip stand, of its segments: parameters, optimizer states and gradients of those that stay,
 and rings of buffers through which the others' parameters and gradients pass. In host memory, of
 each rank: optimizer states and landed gradients of the segments that the host updates, and a copy
-of the parameters wherever parameters or optimizer live there. Activations follow each segment's
+of the parameters wherever parameters or optimizer live there; NVMe may hold states and parameters
+instead. Activations follow each segment's
 own recomputation.
 
 ZeRO-2 keeps shards of gradients, and a ring of gradients on their way to the sum; ZeRO-3 keeps
@@ -26,14 +27,14 @@ from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.spec.job import Recompute
 
-__all__ = ["HostLedger", "host_ledgers", "segment_terms"]
+__all__ = ["HostLedger", "host_ledgers", "nvme_ledgers", "segment_terms"]
 
 KnobsOf = Callable[[Plan, Cell], MemoryKnobs]
 HOST_TERMS = ("optimizer", "gradients", "parameters")
 
 
 class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory of one node.
+    """Host memory, or drives, of one node.
 
     Args:
         terms: name -> [B], of all its ranks. capacity_bytes: [B], 0 when unknown.
@@ -196,6 +197,11 @@ def _kept(table: BlockTable, segment: Segment, cell: Cell, knobs: MemoryKnobs) -
 def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, HostLedger]:
     """Return host memory of every node that holds something for its chips.
 
+    What segments keep on NVMe passes through rings of ``nvme_buffers`` per rank, the term
+    "staging": one of states (and the parameters written with them), one of parameters that are
+    read for fetches. Their landed gradients stay in host memory, and so does the copy of the
+    parameters where only states live on NVMe.
+
     Args:
         plan, problem: see there. knobs_of: sim.cost.ledger.knobs_of.
     """
@@ -215,12 +221,63 @@ def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, H
                 states * job.gradient_bytes,
                 copy * job.param_bytes,
             )
-            for rank in cell.ranks:
-                node = where[placement.chips[rank] if placement.chips else rank]
+            if "nvme" in s.segment.offload:
+                sizes = (0.0, sizes[1], 0.0 if "parameters" in s.segment.offload else sizes[2])
+            for node in _nodes(plan, cell, where):
                 mine = sums.setdefault(node, dict.fromkeys(HOST_TERMS, 0.0))
                 for name, nbytes in zip(HOST_TERMS, sizes, strict=True):
                     mine[name] += nbytes
+        on_drive = _on_drive(plan, problem, cell, knobs_of)
+        if on_drive:
+            ring = max(sum(sizes) for sizes in on_drive) + max(sizes[1] for sizes in on_drive)
+            for node in _nodes(plan, cell, where):
+                staged = sums[node].get("staging", 0.0)
+                sums[node]["staging"] = staged + placement.nvme_buffers * ring
     return {
         node: HostLedger(terms=terms, capacity_bytes=machine.nodes[node].host_memory_bytes)
         for node, terms in sorted(sums.items())
     }
+
+
+def nvme_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, HostLedger]:
+    """Return what the drives hold of every node some of whose segments live there.
+
+    Args:
+        plan, problem: see there. knobs_of: sim.cost.ledger.knobs_of.
+    """
+    machine = problem.machine
+    where = places(machine).node
+    sums: dict[int, dict[str, float]] = {}
+    for cell in plan.placement.cells:
+        for sizes in _on_drive(plan, problem, cell, knobs_of):
+            for node in _nodes(plan, cell, where):
+                mine = sums.setdefault(node, {"optimizer": 0.0, "parameters": 0.0})
+                mine["optimizer"] += sizes[0]
+                mine["parameters"] += sizes[1]
+    return {
+        node: HostLedger(terms=terms, capacity_bytes=machine.nodes[node].host.nvme_bytes)
+        for node, terms in sorted(sums.items())
+    }
+
+
+def _on_drive(
+    plan: Plan, problem: Problem, cell: Cell, knobs_of: KnobsOf
+) -> list[tuple[float, float]]:
+    """States and parameters [B] of a rank's segments on NVMe."""
+    if not any("nvme" in s.offload for s in plan.placement.segments):
+        return []
+    job = problem.job
+    return [
+        (
+            s.owned * job.optimizer_bytes,
+            s.owned * job.param_bytes if "parameters" in s.segment.offload else 0.0,
+        )
+        for s in _shares(plan, problem, cell, knobs_of(plan, cell))
+        if "nvme" in s.segment.offload
+    ]
+
+
+def _nodes(plan: Plan, cell: Cell, where: Sequence[int]) -> list[int]:
+    """Node of each rank of a cell."""
+    chips = plan.placement.chips
+    return [where[chips[rank] if chips else rank] for rank in cell.ranks]

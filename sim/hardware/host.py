@@ -15,7 +15,7 @@ Stand-ins, in order of how well they are known:
 from __future__ import annotations
 
 from sim.hardware.machine import HostSide
-from sim.spec.profiles import HostDoc, PcieDoc
+from sim.spec.profiles import HostDoc, NvmeDoc, PcieDoc
 
 __all__ = ["copy_rate", "host_side"]
 
@@ -33,11 +33,11 @@ def copy_rate(pcie: PcieDoc | None) -> float:
     return pcie.rate.value * (1.0 if pcie.pinned else pageable)
 
 
-def host_side(pcie: PcieDoc | None, host: HostDoc | None) -> HostSide:
+def host_side(pcie: PcieDoc | None, host: HostDoc | None, nvme: NvmeDoc | None = None) -> HostSide:
     """Return a node's host, with what had to be assumed in words.
 
     Args:
-        pcie, host: of the node's profile or the cluster file; None where neither has it.
+        pcie, host, nvme: of the node's profile or the cluster file; None where neither has it.
     """
     assumed = []
     host = host or HostDoc()
@@ -56,6 +56,9 @@ def host_side(pcie: PcieDoc | None, host: HostDoc | None) -> HostSide:
         memory_bytes_per_s=host.memory_bandwidth.value if host.memory_bandwidth else MEMORY_RATE,
         flops_per_s=host.flops.value if host.flops else FLOP_RATE,
         update_s=host.update.value if host.update else 0.0,
+        nvme_read=nvme.read.value if nvme is not None else 0.0,
+        nvme_write=nvme.write.value if nvme is not None else 0.0,
+        nvme_bytes=nvme.capacity.value if nvme is not None else 0.0,
         assumed=tuple(assumed),
     )
 

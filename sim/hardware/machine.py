@@ -86,6 +86,7 @@ class HostSide(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes_per_s, flops_per_s: [B/s], [FLOP/s] that a CPU optimizer reaches, all chips'
             updates together.
         update_s: [s] per parameter, measured; 0 takes the larger of bytes and FLOPs.
+        nvme_read, nvme_write: [B/s] of the node's drives. nvme_bytes: [B]; all 0 when unknown.
         assumed: what of this nobody stated, in words.
     """
 
@@ -95,6 +96,9 @@ class HostSide(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     update_s: float = 0.0
+    nvme_read: float = 0.0
+    nvme_write: float = 0.0
+    nvme_bytes: float = 0.0
     assumed: tuple[str, ...] = ()
 
 

@@ -223,7 +223,7 @@ def resolve_node(use: NodeNumbers, profile: str, catalog: Catalog, where: str) -
         nonaffine_rate=nics.nonaffine_rate.value if with_nics and nics.nonaffine_rate else 0.0,
         host_memory_bytes=memory.value if memory is not None else 0.0,
         pcie_rate=copy_rate(pcie),
-        host=host_side(pcie, first("host")),
+        host=host_side(pcie, first("host"), first("nvme")),
         guesses=tuple(guesses),
     )
 

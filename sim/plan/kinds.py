@@ -15,7 +15,7 @@ __all__ = ["KINDS", "MESSAGES", "Kind", "kind", "register"]
 MESSAGES = ("PULL", "PUSH")
 """Transfers to an ``on`` block: they have no listed RECV, the engine delivers them."""
 
-Stream = Literal["compute", "host", "d2h", "h2d", "group", "pair"]
+Stream = Literal["compute", "host", "d2h", "h2d", "nvme_read", "nvme_write", "group", "pair"]
 Cost = Literal["compute", "transfer", "collective", "host"]
 Memory = Literal[
     "none", "save", "recompute", "free", "free_input", "free_weight", "gather", "drop", "buffer"

@@ -58,6 +58,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         blocks: (first, last + 1) indices into the model's blocks.
         recompute: what F keeps of it; "" as its cell says.
         offload: what lives in host memory: "parameters", "optimizer" (with the update), or both.
+            "nvme" beside "optimizer": on NVMe instead, and passes through host memory.
     """
 
     name: str = ""
@@ -65,7 +66,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cell: int
     blocks: tuple[int, int] = (0, 0)
     recompute: Recompute | Literal[""] = ""
-    offload: tuple[Literal["parameters", "optimizer"], ...] = ()
+    offload: tuple[Literal["parameters", "optimizer", "nvme"], ...] = ()
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +98,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             sit beside a chip that a cell uses.
         parameter_buffers, gradient_buffers: of the largest segment, that a chip keeps for
             parameters and gradients on their way from and to the host.
+        nvme_buffers: of the largest segment on NVMe, that each rank keeps in host memory.
         late_updates: updates on the chip wait for the gradients of all segments.
         workers: replicas of each worker that takes steps of its own (local SGD), in order; () when
             all replicas step together.
@@ -112,6 +114,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     extra_ranks: tuple[int, ...] = ()
     parameter_buffers: int = 2
     gradient_buffers: int = 2
+    nvme_buffers: int = 2
     late_updates: bool = False
     workers: tuple[int, ...] = ()
 

@@ -112,6 +112,7 @@ def _sizes(plan: Plan) -> None:
         "mathematics.sequence_length": math.sequence_length,
         "mathematics.microbatch": math.microbatch,
         "placement.ep": placement.ep,
+        "placement.nvme_buffers": placement.nvme_buffers,
     }
     positive |= {f"cells[{i}].tp": c.tp for i, c in enumerate(placement.cells)}
     positive |= {f"cells[{i}].cp": c.cp for i, c in enumerate(placement.cells)}

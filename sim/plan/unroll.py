@@ -20,7 +20,7 @@ from sim.plan.program import STEPS
 
 __all__ = ["LOCAL_STREAMS", "Template", "stream_of", "unroll"]
 
-LOCAL_STREAMS = ("compute", "host", "d2h", "h2d")
+LOCAL_STREAMS = ("compute", "host", "d2h", "h2d", "nvme_read", "nvme_write")
 
 Ints = NDArray[np.int64]
 Prefix = tuple[int, ...]

@@ -48,6 +48,6 @@ def columned(columns: Iterable[tuple[str, str]], width: int) -> Table:
     )  # fmt: skip
     for heading, justify in columns:
         side: JustifyMethod = "right" if justify == "right" else "left"
-        folds = heading.startswith("accel")
+        folds = heading.startswith(("accel", "host"))
         table.add_column(heading, justify=side, no_wrap=not folds, overflow="fold")
     return table

@@ -10,7 +10,7 @@ import numpy as np
 from sim.cost.collective import places
 from sim.cost.host import HOST_STREAMS
 from sim.cost.ledger import knobs_of
-from sim.cost.offload import HOST_TERMS, HostLedger, host_ledgers
+from sim.cost.offload import HostLedger, host_ledgers, nvme_ledgers
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.links import union
@@ -28,27 +28,36 @@ ROUNDING = 1e-12
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory of equal nodes.
+    """Host memory, or drives, of equal nodes.
 
     Args:
-        node: profile. nodes: how many such nodes.
+        node: profile. nodes: how many such nodes. tier: "memory" or "nvme".
         optimizer_bytes, gradients_bytes, parameters_bytes: [B] on one of them, of all its ranks.
+        staging_bytes: [B] of buffers between NVMe and the rest.
         memory_bytes: [B] physical, None when the profile does not say.
         verdict: "fits", "does not fit" or "unknown".
     """
 
     node: str
     nodes: int
+    tier: str = "memory"
     optimizer_bytes: float
     gradients_bytes: float
     parameters_bytes: float
+    staging_bytes: float = 0.0
     memory_bytes: float | None
     verdict: str
 
     @property
+    def terms(self) -> tuple[float, ...]:
+        """Optimizer, gradients, parameters and staging [B]."""
+        held = (self.optimizer_bytes, self.gradients_bytes, self.parameters_bytes)
+        return (*held, self.staging_bytes)
+
+    @property
     def peak_bytes(self) -> float:
         """Sum of the terms [B]."""
-        return self.optimizer_bytes + self.gradients_bytes + self.parameters_bytes
+        return sum(self.terms)
 
 
 class HostStream(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +83,10 @@ class HostUse(msgspec.Struct, frozen=True, kw_only=True):
     """The host side of a run.
 
     Args:
-        memory: of the nodes that hold something for their chips.
+        memory: of the nodes that hold something for their chips, drives behind memory.
         streams: by stream, then rank. steady: False where the run has too few steps for one with a
             step before and after it, whose compute would hide more.
-        short: (stage, replica) of the cells on nodes whose host memory does not fit.
+        short: (stage, replica) of the cells on nodes whose host memory or drives do not fit.
     """
 
     memory: tuple[HostMemory, ...] = ()
@@ -92,9 +101,12 @@ def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> H
     Args:
         plan, problem: see there. spans: of the run. pace: of the spans.
     """
-    ledgers: Mapping[int, HostLedger] = {}
+    ledgers: dict[str, Mapping[int, HostLedger]] = {}
     if problem is not None and any(s.offload for s in plan.placement.segments):
-        ledgers = host_ledgers(plan, problem, knobs_of)
+        ledgers = {
+            "memory": host_ledgers(plan, problem, knobs_of),
+            "nvme": nvme_ledgers(plan, problem, knobs_of),
+        }
     streams = stream_use(spans, pace, barrier=plan.barrier)
     if not ledgers and not streams:
         return None
@@ -106,23 +118,29 @@ def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> H
     )
 
 
-def _memory(problem: Problem, ledgers: Mapping[int, HostLedger]) -> tuple[HostMemory, ...]:
+def _memory(
+    problem: Problem, ledgers: Mapping[str, Mapping[int, HostLedger]]
+) -> tuple[HostMemory, ...]:
     count: dict[HostMemory, int] = {}
-    for node, found in ledgers.items():
-        optimizer, gradients, parameters = (found.terms[name] for name in HOST_TERMS)
-        row = HostMemory(
-            node=problem.machine.nodes[node].profile, nodes=1, optimizer_bytes=optimizer,
-            gradients_bytes=gradients, parameters_bytes=parameters,
-            memory_bytes=found.capacity_bytes or None, verdict=found.verdict,
-        )  # fmt: skip
-        count[row] = count.get(row, 0) + 1
+    for tier, of_nodes in ledgers.items():
+        for node, found in of_nodes.items():
+            row = HostMemory(
+                node=problem.machine.nodes[node].profile, nodes=1, tier=tier,
+                optimizer_bytes=found.terms["optimizer"],
+                gradients_bytes=found.terms.get("gradients", 0.0),
+                parameters_bytes=found.terms["parameters"],
+                staging_bytes=found.terms.get("staging", 0.0),
+                memory_bytes=found.capacity_bytes or None, verdict=found.verdict,
+            )  # fmt: skip
+            count[row] = count.get(row, 0) + 1
     return tuple(msgspec.structs.replace(row, nodes=n) for row, n in count.items())
 
 
 def _short_cells(
-    plan: Plan, problem: Problem, ledgers: Mapping[int, HostLedger]
+    plan: Plan, problem: Problem, ledgers: Mapping[str, Mapping[int, HostLedger]]
 ) -> tuple[tuple[int, int], ...]:
-    short = {node for node, found in ledgers.items() if found.verdict == "does not fit"}
+    every = [pair for of_nodes in ledgers.values() for pair in of_nodes.items()]
+    short = {node for node, found in every if found.verdict == "does not fit"}
     where, chips = places(problem.machine).node, plan.placement.chips
     return tuple(
         (cell.stage, cell.replica)
@@ -173,19 +191,22 @@ def stream_use(spans: Spans, pace: Pace, *, barrier: bool) -> tuple[HostStream, 
 
 def memory_texts(row: HostMemory) -> tuple[str, ...]:
     """Cells of a row of host memory: node, terms, capacity."""
-    terms = (row.optimizer_bytes, row.gradients_bytes, row.parameters_bytes)
     known = row.memory_bytes is not None
     return (
-        row.node + (f" ×{row.nodes}" if row.nodes > 1 else ""),
-        *(format_quantity(nbytes, "bytes", 3) for nbytes in terms),
+        _name(row) + (f" ×{row.nodes}" if row.nodes > 1 else ""),
+        *(format_quantity(nbytes, "bytes", 3) for nbytes in row.terms),
         format_quantity(row.memory_bytes or 0.0, "bytes", 3) if known else "-",
     )
+
+
+def _name(row: HostMemory) -> str:
+    return row.node + (" NVMe" if row.tier == "nvme" else "")
 
 
 def short_text(host: HostUse) -> str:
     """Say which nodes' host memory does not fit, "" when all does or is not known."""
     parts = [
-        f"{row.node} holds {format_quantity(row.peak_bytes, 'bytes', 3)} of "
+        f"{_name(row)} holds {format_quantity(row.peak_bytes, 'bytes', 3)} of "
         f"{format_quantity(row.memory_bytes or 0.0, 'bytes', 3)}"
         for row in host.memory
         if row.verdict == "does not fit"

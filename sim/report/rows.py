@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.cost.host import HOST_STREAMS
 from sim.plan.kinds import KINDS
 from sim.plan.placement import Placement
 from sim.report.busy import is_communication
@@ -59,7 +60,7 @@ def classes_of(spans: Spans) -> NDArray[Any]:
     """Class of every row, shape (S,); whatever runs on the host's streams is "host"."""
     keys: NDArray[Any] = np.array([class_of(k) for k in spans.names["kind"]] or [""], "U12")
     keys = keys[spans.columns["kind"]]
-    keys[spans.where("stream", lambda s: s in ("host", "d2h", "h2d"))] = "host"
+    keys[spans.where("stream", lambda s: s in HOST_STREAMS)] = "host"
     return keys
 
 

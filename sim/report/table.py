@@ -160,7 +160,7 @@ def _print_host(console: Console, host: HostUse | None) -> None:
     if host is None:
         return
     if host.memory:
-        names = ("optimizer", "gradients", "parameters", "capacity")
+        names = ("optimizer", "gradients", "parameters", "staging", "capacity")
         columns = [("host memory", "left"), *((n, "right") for n in names), ("verdict", "left")]
         table = columned(columns, console.width)
         for row in host.memory:

@@ -134,8 +134,8 @@ def _ends(spans: Spans) -> _Ends:
     at = np.concatenate([spans.columns["rank"], peer[twice]])
     index = np.concatenate([np.arange(len(spans)), twice])
     received = np.arange(len(at)) >= len(spans)
-    local = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
-    order = sorted(range(len(names)), key=lambda c: (local.get(names[c], 4), names[c]))
+    local = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3, "nvme_read": 4, "nvme_write": 5}
+    order = sorted(range(len(names)), key=lambda c: (local.get(names[c], 6), names[c]))
     place = np.zeros(max(len(names), 1), np.int64)
     place[order] = np.arange(len(order))
     # A class may send to itself; its receiving end then needs a thread of its own.

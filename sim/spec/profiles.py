@@ -38,6 +38,7 @@ __all__ = [
     "NicsDoc",
     "NodeDoc",
     "NodeNumbers",
+    "NvmeDoc",
     "PcieDoc",
 ]
 
@@ -234,6 +235,18 @@ class HostDoc(Doc):
     update: StatedSeconds | None = None
 
 
+class NvmeDoc(Doc):
+    """The NVMe drives of a node, all together, shared by its chips.
+
+    Args:
+        read, write: [B/s] that large sequential reads and writes reach. capacity: [B].
+    """
+
+    read: StatedRate
+    write: StatedRate
+    capacity: StatedBytes
+
+
 class NodeNumbers(Doc):
     """What a node consists of, all optional: what a cluster file may override or write inline.
 
@@ -241,6 +254,7 @@ class NodeNumbers(Doc):
         accelerator: profile name. chips: accelerators per node.
         fabric: link between the chips of a node, per chip and direction.
         nics: network cards. host_memory: [B]. pcie: link to host memory. host: its processors.
+        nvme: its drives.
     """
 
     accelerator: str | None = None
@@ -250,6 +264,7 @@ class NodeNumbers(Doc):
     host_memory: StatedBytes | None = None
     pcie: PcieDoc | None = None
     host: HostDoc | None = None
+    nvme: NvmeDoc | None = None
 
 
 class NodeDoc(Origin, NodeNumbers):

@@ -23,6 +23,7 @@ from sim.plan.plan import Amount, Call, Table
 from sim.plan.schedules import explicit_order, positions
 from sim.problem import Problem
 from strategies.base import Space, draft_or_default, fill
+from strategies.lowering.nvme import drives
 from strategies.lowering.updates import CLIPPING, SPECULATION, Clipping
 from strategies.registry import register
 
@@ -45,6 +46,8 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: last layers whose optimizer states live, and are updated, there.
         stages: (checkpointed, parameters, optimizer) of each pipeline position, counted over its
             own layers; () takes the three integers above, which count over the whole model.
+        nvme: last layers, of those with the optimizer on the host, whose states live on NVMe: their
+            gradients come first and their parameters are needed last, so they have most time.
         outer: embedding and head have their optimizer on the host as well.
         priority: the host's streams serve what the next forward needs first.
         clipping: what an update waits for, see strategies.lowering.updates.CLIPPING.
@@ -57,6 +60,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     optimizer: int = 0
     stages: tuple[tuple[int, int, int], ...] = ()
+    nvme: int = 0
     outer: bool = False
     priority: bool = True
     clipping: Clipping = "none"
@@ -130,7 +134,7 @@ class AutoHete:
                 gradient_buffers=knobs.gradient_buffers,
                 late_updates=knobs.clipping == "global",
             ),
-            passes=(*given.passes, Call("segments", 1, args)),
+            passes=(*given.passes, Call("segments", 1, args), *drives(segments, knobs.whole_steps)),
             barrier=knobs.whole_steps,
             exact=not reason,
             reason=reason,
@@ -156,6 +160,8 @@ def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> 
             host.append("parameters")
         if place >= total - counts[2] if inside else knobs.outer:
             host.append("optimizer")
+        if inside and place >= total - min(knobs.nvme, counts[2]):
+            host.append("nvme")
         again = "full" if inside and place < counts[0] else "none"
         found.append(msgspec.structs.replace(s, recompute=again, offload=tuple(host)))
     return tuple(found)
@@ -215,6 +221,7 @@ def _check_counts(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> N
     n = problem.model.num_layers
     whole = {f: getattr(knobs, f) for f in ("checkpointed", "parameters", "optimizer")}
     asked = [(f"offload.{field}", count, n) for field, count in whole.items()]
+    most_away = max((o for _, _, o in knobs.stages), default=knobs.optimizer)
     if knobs.stages:
         own = own_layers(problem, draft)
         if len(knobs.stages) != len(own) or any(whole.values()):
@@ -229,7 +236,7 @@ def _check_counts(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> N
             for s, counts in enumerate(knobs.stages)
             for count in counts
         ]
-    for key, count, most in asked:
+    for key, count, most in [*asked, ("offload.nvme", knobs.nvme, most_away)]:
         if not 0 <= count <= most:
             raise InputError(
                 "counts of layers lie between none and all",
