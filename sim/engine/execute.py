@@ -66,6 +66,7 @@ class Execution:
         actor, wire: of each node; ``on`` blocks add nodes while the run goes on.
         begin: nodes whose end something else decides; called at their start.
         survives: (node, end) -> False when the node's chip is gone by then; None for no loss.
+        death: actor -> [s] when its chip is lost.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Execution:
         self.finish_of = finish_of
         self.begin: dict[int, Callable[[int], None]] = {}
         self.survives: Callable[[int, float], bool] | None = None
+        self.death: dict[int, float] = {}
         self.until = inf
         self._running: dict[int, int] = {}
         self._queues: dict[int, list[tuple[float, int]]] = {}

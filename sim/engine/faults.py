@@ -214,7 +214,7 @@ def apply_faults(run: Execution, faults: Sequence[Fault]) -> None:
             members = wires[wire_of[node]] if wire_of[node] >= 0 else (actors[node],)
             return all(end <= death[a] for a in members if a in death)
 
-        run.finish_of, run.survives = pace, survives
+        run.finish_of, run.survives, run.death = pace, survives, death
     names = {name: i for i, name in enumerate(prices.link_names)}
     for fault in faults:
         if isinstance(fault, LinkChange):

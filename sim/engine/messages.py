@@ -3,11 +3,13 @@
 Order of arrival decides the order of instances (ties: lower sender, PUSH before PULL); then the
 issue rule holds as for listed ops. A SEND in ``on(PULL)`` answers the sender's PULL, which ends
 with it. An op that reads ``latest`` depends on the last write appended before it; one that reads
-``current`` takes what is written when it starts. Its span records the version it saw.
+``current`` takes what is written when it starts. Its span records the version it saw. A PULL whose
+answer has a slack is handled when its sender's lead is small enough, as if it arrived then.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -16,9 +18,11 @@ import msgspec
 from sim.cost.prices import FlowSpec
 from sim.engine.execute import BY_EVENT, Execution
 from sim.engine.kernel import NORMAL, PICK
+from sim.engine.slack import Clocks
 from sim.errors import PlanError
 from sim.plan.op import Op
 from sim.plan.unroll import LOCAL_STREAMS, stream_of
+from sim.plan.wiring import Wiring
 
 __all__ = ["Handled", "Messages", "MessagePrice"]
 
@@ -60,12 +64,13 @@ class Messages:
 
     Args:
         run: the execution. price: of the ops in ``on`` blocks.
+        wiring: says which ranks are lost together, None when each is by itself.
 
     Raises:
         PlanError: a message goes to a rank that has no block for it.
     """
 
-    def __init__(self, run: Execution, price: MessagePrice) -> None:
+    def __init__(self, run: Execution, price: MessagePrice, wiring: Wiring | None = None) -> None:
         self.run, self.price = run, price
         graph = run.graph
         self.static = graph.num_nodes
@@ -77,6 +82,9 @@ class Messages:
         self.tails: dict[tuple[int, str], int] = {}
         self.flows: dict[int, tuple[FlowSpec, ...]] = {}
         self.arrived: list[tuple[int, int, int]] = []
+        self.wiring = wiring
+        self.clocks: dict[int, Clocks] = {}
+        self.totals: dict[int, Counter[int]] = {r: Counter() for r in self.handlers}
         for node, op in enumerate(graph.ops):
             if op.kind not in ("PULL", "PUSH"):
                 continue
@@ -87,6 +95,7 @@ class Messages:
                 )
             run.mode[node] = BY_EVENT
             run.begin[node] = self._begin
+            self.totals[end.dst][end.src] += op.kind == "PUSH"
 
     def _begin(self, node: int) -> None:
         """The message leaves; it has arrived when its seconds and flows are over."""
@@ -126,10 +135,48 @@ class Messages:
     def _deliver(self, _: object) -> None:
         """All messages of this instant, in order."""
         batch, self.arrived = sorted(self.arrived), []
+        waiting: dict[int, Clocks] = {}
         for sender, pull, node in batch:
             wire = self.run.graph.wires[self.run.graph.wire[node]]
             assert wire.end is not None
-            self._append(wire.end.dst, sender, "PULL" if pull else "PUSH", node)
+            rank = wire.end.dst
+            clocks = self._clocks(rank)
+            if clocks is not None:
+                waiting[rank] = clocks
+            if clocks is not None and pull and not clocks.may_go(sender, self.run.kernel.now):
+                clocks.held.append((sender, node))
+                continue
+            self._append(rank, sender, "PULL" if pull else "PUSH", node)
+            if clocks is not None and not pull:
+                clocks.wrote(sender)
+        for rank, clocks in waiting.items():
+            self._release((rank, clocks))
+
+    def _release(self, what: tuple[int, Clocks]) -> None:
+        rank, clocks = what
+        for sender, node in clocks.released(self.run.kernel.now):
+            self._append(rank, sender, "PULL", node)
+
+    def _clocks(self, rank: int) -> Clocks | None:
+        """Clocks of a rank whose answers have a slack; a loss may let somebody go."""
+        if rank not in self.clocks:
+            slack = max((op.slack for op in self.handlers[rank].get("PULL", ())), default=-1)
+            if slack < 0:
+                return None
+            death = {w: self._death(w) for w in self.totals[rank]}
+            found = self.clocks[rank] = Clocks(slack, self.totals[rank], death)
+            for t in sorted(set(death.values()) - {inf}):
+                if t >= self.run.kernel.now:
+                    self.run.kernel.call_at(t, self._release, PICK, (rank, found))
+        return self.clocks[rank]
+
+    def _death(self, sender: int) -> float:
+        """When the first chip of a sender's replica is lost [s]."""
+        ranks = [sender]
+        cell = self.wiring.cell_of.get(sender) if self.wiring is not None else None
+        if cell is not None and self.wiring is not None:
+            ranks = [r for r, c in self.wiring.cell_of.items() if c.replica == cell.replica]
+        return min(self.run.death.get(self.actor.get(r, -1), inf) for r in ranks)
 
     def _append(self, rank: int, sender: int, message: str, node: int) -> None:
         before: int | None = None

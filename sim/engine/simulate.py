@@ -144,7 +144,11 @@ def run_layout(
     if layout.graph.handlers and message_price is None:
         raise PlanError("a plan with on blocks needs prices of the messages", key="programs")
     run = Execution(layout.graph, prices)
-    messages = Messages(run, message_price) if message_price and layout.graph.handlers else None
+    messages = (
+        Messages(run, message_price, layout.wiring)
+        if message_price and layout.graph.handlers
+        else None
+    )
     if prepare:
         prepare(run)
     outcome = run.run(until)

@@ -6,7 +6,7 @@ Text form (in this order)::
     2 F 0 .1 [x]  stage, kind, microbatch, part, label (segment, or edge of a transfer)
     :tp           group role of a collective    >3 or <3   explicit peer of a transfer
     {k=v, ...}    attributes: amount, ref, stream, channel, priority, saves, recompute, reads,
-                  writes
+                  writes, slack
     <- X, Y@1     dependencies, which replace the implied ones; "<- none" for no dependency
 """
 
@@ -53,6 +53,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         recompute: "inner" when B contains the recomputation.
         reads: "latest" to wait for the last write appended before, "current" to take what is
             written at the start, "" for ops that read no version. writes: "next" when it makes one.
+        slack: of an answer to a PULL: it is held back while its sender is more writes than this
+            ahead of the slowest sender that has some left to send; -1 answers at once.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     recompute: str = ""
     reads: str = ""
     writes: str = ""
+    slack: int = -1
 
     @property
     def name(self) -> str:
@@ -129,7 +132,7 @@ _REF = re.compile(
     r"\s*(?:\^(?P<carried>\d+)\s*)?(?P<name>\d*[A-Z][A-Z0-9_]*(?:\.\d+)?(?:\[[^\]\s]+\])?)(?:\s*@\s*(?P<d>\d+))?"
 )
 MAX_DIGITS = 9
-_INTS = {"channel"}
+_INTS = {"channel", "slack"}
 _TEXTS = {"amount", "stream", "saves", "recompute", "reads", "writes"}
 
 
@@ -246,6 +249,8 @@ def format_op(op: Op) -> str:
         attrs.append(f"saves={op.saves}")
     if op.channel:
         attrs.append(f"channel={op.channel}")
+    if op.slack >= 0:
+        attrs.append(f"slack={op.slack}")
     if op.priority is not None:
         attrs.append(f"priority={op.priority!r}")
     if op.ref is not None:

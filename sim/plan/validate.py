@@ -107,6 +107,8 @@ def _versions(plan: Plan, program: Program) -> None:
             )
         if op.reads and id(op) not in handled:
             raise PlanError(f"{op.name} reads {op.reads} outside an on block", key="programs")
+        if op.slack >= 0 and not (id(op) in handled and op.reads):
+            raise PlanError(f"{op.name} has slack and answers no PULL", key="programs")
         if op.kind not in KINDS:
             raise PlanError("unknown op kind", key="programs", found=op.kind)
 

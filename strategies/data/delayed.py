@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from math import lcm
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,13 +27,14 @@ __all__ = ["DELAYED", "DelayedKnobs", "DelayedSgd", "rule_of"]
 
 Variant = Literal["allreduce", "server"]
 Place = Literal["host", "chip"]
-UpdateRule = Literal["constant", "scaled", "capped", "drop", "compensated"]
+UpdateRule = Literal["constant", "scaled", "capped", "drop", "compensated", "ssp"]
 RULES = {
     "constant": "",
     "scaled": "with the step divided by 1 + delay",
     "capped": "with the step capped for the largest delay",
     "drop": "and are left out beyond a bound",
     "compensated": "and are corrected for the delay",
+    "ssp": "and who leads the slowest worker too far waits",
 }
 
 
@@ -50,7 +51,9 @@ class DelayedKnobs(msgspec.Struct, frozen=True, kw_only=True):
             tensor-parallel sizes admit. A multiple of each of them.
         current: an answer takes the parameters that are written when it starts; otherwise it waits
             until every gradient that arrived before it is applied.
-        rule: what a server does with a late gradient. bound: [updates] of "capped" and "drop".
+        rule: what a server does with a late gradient; "ssp" (stale synchronous parallel) holds a
+            worker back instead while it leads the slowest one by more than ``bound``.
+        bound: [updates] of "capped", "drop" and "ssp".
     """
 
     variant: Variant = "allreduce"
@@ -102,6 +105,7 @@ class DelayedSgd:
                 for place in ("host", "chip")
                 for shards in (_parts(given), 2 * _parts(given))
             ]
+            values.append(DelayedKnobs(variant="server", rule="ssp", bound=1))
         return Space(tuple(k for k in values if not _refused(problem, given, k)))
 
     def apply(self, problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) -> PlanDraft:
@@ -119,13 +123,13 @@ class DelayedSgd:
         if knobs.variant == "allreduce":
             if not knobs.tau:
                 return fill(given, self.name, knobs)
-            args = {"variant": "allreduce", "tau": knobs.tau, "late_gradients": knobs.tau}
+            late = {"variant": "allreduce", "tau": knobs.tau, "late_gradients": knobs.tau}
             reason = f"every gradient is applied {knobs.tau} steps late"
             return fill(
                 given,
                 self.name,
                 knobs,
-                passes=(*given.passes, Call("delayed", 1, args)),
+                passes=(*given.passes, Call("delayed", 1, late)),
                 barrier=False,
                 exact=False,
                 reason=_why(reason, knobs),
@@ -135,21 +139,21 @@ class DelayedSgd:
         stages = _stages(problem, given)
         servers = _chips(problem, given, knobs, shards * len(stages))
         workers = 1 + max(c.replica for c in given.cells)
-        args = {
+        args: dict[str, Any] = {
             "variant": "server",
             "shards": shards,
             "reads": "current" if knobs.current else "latest",
             "remote_optimizer": True,
         }
-        compute = "compute" if knobs.place == "chip" else ""
+        if knobs.place == "chip":
+            args["stream"] = "compute"
+        if knobs.rule == "ssp":
+            args["slack"] = knobs.bound
         return fill(
             given,
             self.name,
             knobs,
-            passes=(
-                *given.passes,
-                Call("delayed", 1, args | ({"stream": compute} if compute else {})),
-            ),
+            passes=(*given.passes, Call("delayed", 1, args)),
             barrier=False,
             servers=servers,
             exact=False,
@@ -228,6 +232,8 @@ def _refused(problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) -> str:
     """Why the variant does not carry a draft, "" when it does."""
     replicas = 1 + max(c.replica for c in draft.cells)
     if knobs.variant == "allreduce":
+        if knobs.rule == "ssp":
+            return "an all-reduce keeps its replicas in step; ssp is for servers"
         if knobs.tau < 0:
             return f"a delay is at least 0 steps, not {knobs.tau}"
         if knobs.tau and replicas == 1:
@@ -251,7 +257,7 @@ def _refused_servers(problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) ->
     shards, parts = knobs.shards or _parts(draft), _parts(draft)
     if shards < 1 or shards % parts:
         return f"{shards} parts do not go into tensor-parallel ranks; take a multiple of {parts}"
-    if knobs.rule in ("capped", "drop") and knobs.bound < 0:
+    if knobs.rule in ("capped", "drop", "ssp") and knobs.bound < 0:
         return f"a bound is at least 0 updates, not {knobs.bound}"
     machine = problem.machine
     if knobs.place == "host":

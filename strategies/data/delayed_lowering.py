@@ -36,7 +36,8 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
         variants: lowered by the built-in passes. plan: its placement says who serves.
         args: ``variant`` "allreduce" with ``tau``, or "server" with ``shards`` parts of each
             stage's parameters and ``reads``, what an answer waits for (see sim.plan.op);
-            ``stream`` "compute" where updates run on the servers' chips.
+            ``stream`` "compute" where updates run on the servers' chips; ``slack`` updates that a
+            worker may lead the slowest by, -1 for any number.
 
     Raises:
         PlanError: the servers are not as many as the parts.
@@ -55,7 +56,7 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
     found = [w for v in variants for w in _workers(v, placement, shards)]
     for stage in stages:
         ranks = tuple(server_of(placement, shards, stage, k) for k in range(shards))
-        found.append(_server(stage, ranks, args["reads"], args.get("stream", "")))
+        found.append(_server(stage, ranks, args))
     return found
 
 
@@ -72,9 +73,14 @@ def _late(variant: Variant, tau: int) -> Variant:
     return msgspec.structs.replace(variant, ops=tuple(ops))
 
 
-def _server(stage: int, ranks: tuple[int, ...], reads: str, stream: str) -> Variant:
-    push = Op(kind="APPLY", writes="next", amount=f"update{stage}", stream=stream)
-    pull = Op(kind="SEND_F", reads=reads, amount=f"parameters{stage}")
+def _server(stage: int, ranks: tuple[int, ...], args: dict[str, Any]) -> Variant:
+    push = Op(kind="APPLY", writes="next", amount=f"update{stage}", stream=args.get("stream", ""))
+    pull = Op(
+        kind="SEND_F",
+        reads=args["reads"],
+        amount=f"parameters{stage}",
+        slack=args.get("slack", -1),
+    )
     return Variant(
         position=-1,
         microbatches=0,
