@@ -4,8 +4,9 @@ PYTHON      ?= python3
 VENV        := .venv
 PY          := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
-# Extra package index for PyTorch (the runtime only), e.g. https://download.pytorch.org/whl/cpu
+# Extra package index for PyTorch (runtime and tests), e.g. https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+TORCH_FROM  := $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
 # Cluster file of `make demo`; empty means the bundled 12 V100 + 4 T4 cluster.
 CLUSTER     ?=
 PYTEST_ARGS ?= -n 2
@@ -40,7 +41,7 @@ lint: test-env
 test-env: $(VENV)/.dev
 
 runtime-env: $(VENV)/.core
-	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".[runtime]"
+	$(PIP_INSTALL) $(TORCH_FROM) -e ".[runtime]"
 
 # The stamps make a second run skip the installation.
 $(PY):
@@ -56,7 +57,7 @@ $(VENV)/.core: $(PY) $(BUILD_INPUTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP_INSTALL) -e ".[dev]"
+	$(PIP_INSTALL) $(TORCH_FROM) -e ".[dev,runtime]"
 	@touch $@
 
 clean:

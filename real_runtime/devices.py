@@ -1,0 +1,34 @@
+"""Devices and their backends: the only module that knows what kind of chip a rank runs on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["backend_of", "local_device", "synchronize"]
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return this process's device: an accelerator when there is one, else the processor.
+
+    Args:
+        local_rank: number of the process on its host; accelerators are dealt out in this order.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def backend_of(device: torch.device) -> str:
+    """Return torch's own backend for a device."""
+    return dist.get_default_backend_for_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device has been given; on a processor nothing is ever outstanding."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""The decoder that a plan trains: parameters, tensor parallelism, blocks, loss, weight files."""

@@ -1,0 +1,78 @@
+"""What a run is told beyond its plan: data, steps, optimizer numbers, where to write."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+__all__ = ["DTYPES", "Recipe", "RunSettings", "learning_rate"]
+
+DTYPES = ("bf16", "fp32", "fp64")
+"""Compute dtypes of the runtime; fp64 is for parity."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers of the optimizer.
+
+    Args:
+        learning_rate: after warm-up. final_share: of it that is left at the end of the cosine.
+        warmup: [steps]. length: [steps] of warm-up and cosine, 0 for the run's steps.
+        weight_decay: of matrices (adamw only). beta1, beta2, epsilon: of adam and adamw.
+        momentum: of sgd. clip: largest global gradient norm, 0 for none.
+    """
+
+    learning_rate: float = 3e-4
+    final_share: float = 0.1
+    warmup: int = 0
+    length: int = 0
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    clip: float = 1.0
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a rank needs to know.
+
+    Args:
+        plan, data: files. out: folder of the run. steps: to train, counted from 0.
+        dtype: of products and activations. seed: of weights and of the order of the data.
+        deadline: [s] that a rank waits for others before it fails. threads: per rank, 0 for all.
+        weights: folder of safetensors to begin with, "" for fresh weights.
+        save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
+        recipe: see there. extra: free for callers.
+    """
+
+    plan: str
+    data: str
+    out: str
+    steps: int
+    dtype: str = "fp32"
+    seed: int = 0
+    deadline: float = 120.0
+    threads: int = 0
+    weights: str = ""
+    save: bool = False
+    kept_spans: int = 50
+    recipe: Recipe = Recipe()
+    extra: dict[str, Any] = {}
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine to ``final_share`` (Loshchilov & Hutter 2017, equation 5).
+
+    >>> learning_rate(Recipe(learning_rate=1.0, warmup=2), 0, 10)
+    0.5
+    >>> round(learning_rate(Recipe(learning_rate=1.0, final_share=0.1), 10, 10), 6)
+    0.1
+    """
+    if step < recipe.warmup:
+        return recipe.learning_rate * (step + 1) / recipe.warmup
+    length = max((recipe.length or steps) - recipe.warmup, 1)
+    done = min((step - recipe.warmup) / length, 1.0)
+    share = recipe.final_share + (1 - recipe.final_share) * (1 + math.cos(math.pi * done)) / 2
+    return recipe.learning_rate * share
