@@ -1,8 +1,8 @@
 """AutoHete's published ratios and ours: ``python -m tests.validation.autohete_tables``.
 
 Options: ``--gpus 1|4``, ``--update NS`` (several allowed), ``--models 2B,4B``, ``--efficiency X``,
-``--facts`` for the boundary facts only, ``--sweeps`` for little memory and large batches. Nothing
-is written.
+``--batch N``, ``--facts`` for the boundary facts only, ``--sweeps`` for little memory and large
+batches, ``--llama`` for measured runs of LLaMA-7B. Nothing is written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.validation.autohete_runs import (
     summary,
 )
 from tests.validation.autohete_sweeps import batch_lines, small_lines
+from tests.validation.llama_offload import table_lines
 
 
 def row_lines(found: Sequence[Row]) -> Iterator[str]:
@@ -66,8 +67,13 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--efficiency", type=float, default=SHEET_EFFICIENCY)
     parser.add_argument("--facts", action="store_true")
+    parser.add_argument("--batch", type=int, default=8, help="global [sequences]")
     parser.add_argument("--sweeps", action="store_true")
+    parser.add_argument("--llama", action="store_true")
     asked = parser.parse_args(args)
+    if asked.llama:
+        print(*table_lines(), sep="\n")
+        return
     print(*fact_lines(facts()), sep="\n")
     if asked.facts:
         return
@@ -77,7 +83,7 @@ def main(args: Sequence[str]) -> None:
         return
     tasks: list[tuple[str, Given]] = []
     for u in updates:
-        given: Given = {"update_ns": u, "efficiency": asked.efficiency}
+        given: Given = {"update_ns": u, "efficiency": asked.efficiency, "batch": asked.batch}
         if asked.gpus > 1:
             given |= {"chips": asked.gpus, "zero": 3}
         tasks += [(model, given) for model in asked.models.split(",")]
@@ -87,7 +93,9 @@ def main(args: Sequence[str]) -> None:
         if row.model != tasks[-1][0]:
             continue
         now = row.given["update_ns"]
-        print(f"\n{asked.gpus} GPU, {now} ns a parameter, products at {asked.efficiency} of peak;")
+        print(
+            f"\n{asked.gpus} GPU, batch {asked.batch}, {now} ns a parameter, products at {asked.efficiency} of peak;"
+        )
         print(
             "AutoHete's step and plan (? unproven, +ends: embedding and head too), and its ratio to"
         )
