@@ -9,34 +9,38 @@ of the bounds, and then asks the program for choices it has not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import msgspec
 import numpy as np
 
+from sim.engine.simulate import simulate
 from sim.plan.draft import PlanDraft
 from sim.problem import Problem
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
-from strategies.offload.forms import Bounds
-from strategies.offload.policies import Outcome, outcome_of
+from strategies.offload.forms import CHECKPOINTED, Bounds, Floats, Form
+from strategies.offload.policies import STEPS, Outcome, short_of
 from strategies.offload.program import Choice, best_choice
-from strategies.offload.units import knobs_with
+from strategies.offload.units import knobs_with, plan_with
 
-__all__ = ["Planned", "plan_offload"]
+__all__ = ["Planned", "plan_offload", "settled"]
 
 LISTED = 1_000_000
 """Choices up to which all are listed."""
 ASKED = 30
 """Further choices that the program is asked for."""
+NOT_FASTER = "no choice beats the step known"
+"""Stands for what is short where only time is."""
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """What the search found.
 
     Args:
-        best: the fastest choice that fits, or one that does not when none does.
+        best: the fastest choice that fits, or one that does not when none does (or none beats the
+            step that was to be beaten).
         weighed, simulated: choices whose memory was worked out, and that were simulated.
         proven: no choice left could be faster.
         bound_s: no choice has a shorter step [s]; the best step when proven, 0 when nothing fits.
@@ -55,26 +59,40 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_offload(
-    problem: Problem, start: PlanDraft, base: AutoHeteKnobs | None = None, *, most: int = 500
+    problem: Problem,
+    start: PlanDraft,
+    base: AutoHeteKnobs | None = None,
+    *,
+    most: int = 500,
+    beat: float = np.inf,
+    late: Callable[[], bool] = lambda: False,
+    recompute: bool | None = None,
 ) -> Planned:
     """Return the fastest (checkpointed, parameters, optimizer) of every position that fits.
 
-    Bounds hold for the steady pace. A few simulated steps may be shorter while the host's queues
-    still fill, so a choice's step is the longer of the simulated one and its bound.
+    A choice counts with the longer of its ``settled`` step and its bound, lest it had not settled.
 
     Args:
         problem: see there. start: a complete draft without offloading, one chunk per position.
         base: knobs other than the integers. most: simulations after which to stop unproven.
+        beat: [s] of a step known from elsewhere; choices that are no faster are of no interest.
+        late: True ends the search unproven after the simulation in progress.
+        recompute: True or False for all layers or none checkpointed, None for as many as is best.
 
     Raises:
         InputError: the draft cannot be offloaded, or its layers are not equal.
     """
     base = base or AutoHeteKnobs()
     bounds = bounds_of(problem, start, base)
+    if recompute is not None:
+        bounds = _pinned(bounds, recompute)
     first = best_choice(bounds)
     if first is None:
         return Planned(best=_short(bounds, base), weighed=0, simulated=0, proven=True, bound_s=0.0)
-    search = _Search(problem, start, base, bounds, most)
+    if first[1] >= beat:
+        known = Outcome(knobs=base, short=NOT_FASTER)
+        return Planned(best=known, weighed=0, simulated=0, proven=True, bound_s=first[1])
+    search = _Search(problem, start, base, bounds, most, beat, late)
     if prod(prod(size) for size in bounds.sizes) <= LISTED:
         search.walk(range(len(bounds.sizes)), first[0])
     else:
@@ -84,8 +102,31 @@ def plan_offload(
         weighed=len(search.seen),
         simulated=search.simulated,
         proven=search.proven,
-        bound_s=search.best.step_s if search.proven else search.bound,
+        bound_s=(search.step if search.step < np.inf else 0.0) if search.proven else search.bound,
     )
+
+
+def settled(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Choice) -> Outcome:
+    """Weigh and, where it fits, simulate a choice.
+
+    The pace leaves out the last step as well as the first ones: no later step's fetches compete
+    with its copies, so it ends early where steps overlap.
+
+    Raises:
+        InputError: the knobs are illegal for this draft.
+    """
+    knobs = knobs_with(base, choice)
+    plan = plan_with(problem, start, base, choice)
+    short = short_of(plan, problem)
+    if short:
+        return Outcome(knobs=knobs, short=short)
+    run = simulate(plan, problem, steps=STEPS)
+    if plan.barrier:
+        return Outcome(knobs=knobs, step_s=run.makespan / STEPS)
+    finish = np.zeros(STEPS)
+    np.maximum.at(finish, run.layout.graph.step, run.outcome.end)
+    first = STEPS // 4
+    return Outcome(knobs=knobs, step_s=float(finish[-2] - finish[first]) / (STEPS - 2 - first))
 
 
 def _short(bounds: Bounds, base: AutoHeteKnobs) -> Outcome:
@@ -94,6 +135,16 @@ def _short(bounds: Bounds, base: AutoHeteKnobs) -> Outcome:
     if chip is None:
         return Outcome(knobs=base, short="accelerator memory")
     return Outcome(knobs=knobs_with(base, chip[0]), short="host memory")
+
+
+def _pinned(bounds: Bounds, recompute: bool) -> Bounds:
+    """The bounds with one more limit, which only all or no layers checkpointed keep."""
+    barred: dict[tuple[int, int], Floats] = {}
+    for s, size in enumerate(bounds.sizes):
+        kept = bounds.layers[s] if recompute else 0
+        barred[s, CHECKPOINTED] = np.where(np.arange(size[CHECKPOINTED]) == kept, 0.0, 2.0)
+    limit = (Form(counts=barred), 1.0)
+    return msgspec.structs.replace(bounds, on_chip=(*bounds.on_chip, limit))
 
 
 class _Search:
@@ -111,22 +162,30 @@ class _Search:
         base: AutoHeteKnobs,
         bounds: Bounds,
         most: int,
+        beat: float,
+        late: Callable[[], bool],
     ) -> None:
         self.problem, self.start, self.base, self.bounds = problem, start, base, bounds
+        self.beat, self.late = beat, late
         self.most, self.simulated, self.bound, self.proven = most, 0, 0.0, False
         self.best, self.at = Outcome(knobs=base, short="accelerator memory"), Choice()
         self.seen: dict[Choice, float] = {}
 
     @property
     def step(self) -> float:
-        """[s] of the best so far."""
-        return np.inf if self.best.short else self.best.step_s
+        """[s] of the best so far, or what is to be beaten."""
+        return self.beat if self.best.short else min(self.beat, self.best.step_s)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more may be simulated."""
+        return self.simulated >= self.most or self.late()
 
     def weigh(self, choice: Choice, bound: float) -> None:
         """Simulate a choice if it fits."""
         if choice in self.seen:
             return
-        found = outcome_of(self.problem, self.start, knobs_with(self.base, choice))
+        found = settled(self.problem, self.start, self.base, choice)
         if not found.short:
             self.simulated += 1
             found = msgspec.structs.replace(found, step_s=max(found.step_s, bound))
@@ -143,7 +202,7 @@ class _Search:
             self.bound = bound
             if bound >= self.step:
                 break
-            if self.simulated >= self.most:
+            if self.over:
                 return False
             self.weigh(choice, bound)
         self.proven = len(free) == len(at)
@@ -153,13 +212,13 @@ class _Search:
         """Move one position at a time, then ask the program for choices not seen."""
         self.weigh(choice, bound)
         before = np.inf
-        while self.step < before and self.simulated < self.most:
+        while self.step < before and not self.over:
             before = self.step
             for s in range(len(choice)):
                 self.walk([s], self.at or choice)
         self.bound = bound
         for _ in range(ASKED):
-            if self.simulated >= self.most:
+            if self.over:
                 return
             found = best_choice(self.bounds, self.seen)
             if found is None or found[1] >= self.step:

@@ -65,7 +65,7 @@ def random_bounds(draw: st.DrawFn) -> Bounds:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(random_bounds())
 def test_the_program_finds_the_best_of_all(bounds: Bounds) -> None:
     every = ordered(bounds)

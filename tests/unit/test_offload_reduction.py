@@ -65,7 +65,7 @@ def three_integers(choice: tuple[Bits, Bits, Bits]) -> bool:
     ("memory", "update", "layers", "lost"),
     [
         (3.2, "0.4 ns", 3, 0.0),
-        (4.0, "0.1 ns", 3, 0.0),
+        (3.6, "0.1 ns", 3, 0.0),
         # The last layer's parameters are fetched once a step, every other's twice.
         (3.2, "0.1 ns", 4, 0.042),
     ],

@@ -12,9 +12,8 @@ from sim.cost.ledger import knobs_of, peak_memory
 from sim.cost.offload import host_ledgers
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
-from strategies.offload.planner import plan_offload
-from strategies.offload.policies import outcome_of
-from strategies.offload.units import knobs_with, plan_with, units_of
+from strategies.offload.planner import plan_offload, settled
+from strategies.offload.units import plan_with, units_of
 from tests.unit.offload_cases import gpt, spacing
 
 BASE = AutoHeteKnobs()
@@ -47,7 +46,7 @@ def test_replicas_find_what_simulating_all_finds(zero: int, memory: float) -> No
     bounds = bounds_of(problem, start, BASE)
     fits = []
     for c, p, o in itertools.product(*map(range, bounds.sizes[0])):
-        found = outcome_of(problem, start, knobs_with(BASE, ((c, p, o),)))
+        found = settled(problem, start, BASE, ((c, p, o),))
         if not found.short:
             bound = float(bounds.step([[np.asarray(x) for x in (c, p, o)]]))
             fits.append(max(found.step_s, bound))

@@ -17,10 +17,9 @@ from sim.errors import InputError
 from strategies.offload import planner
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
-from strategies.offload.planner import plan_offload
-from strategies.offload.policies import outcome_of
+from strategies.offload.planner import plan_offload, settled
 from strategies.offload.program import Choice
-from strategies.offload.units import knobs_with, plan_with
+from strategies.offload.units import plan_with
 from tests.unit.offload_cases import spacing, two
 
 HOST = AutoHeteKnobs(priority=False, clipping="speculate")
@@ -81,7 +80,7 @@ def test_two_positions_find_what_simulating_all_finds(
     every = []
     for choice in itertools.product(itertools.product((0, 1), repeat=3), repeat=2):
         pair: Choice = tuple((c, p, o) for c, p, o in choice)
-        found = outcome_of(problem, start, knobs_with(AutoHeteKnobs(), pair))
+        found = settled(problem, start, AutoHeteKnobs(), pair)
         assert bool(bounds.fits(arrays(pair))) == (not found.short)
         if not found.short:
             every.append(max(found.step_s, float(bounds.step(arrays(pair)))))
