@@ -1,0 +1,142 @@
+"""The command of ``real_runtime``: run. Imports no torch, so that help stays quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sim.cli_output import JsonOption, check_folder, emit, emit_text, logger
+from sim.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``run``."""
+    app.command("run")(_run)
+
+
+def _run(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    data: Annotated[
+        Path, typer.Option(help="Text (its bytes are the tokens), or token ids: .npy, .bin.")
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 10,
+    out: Annotated[Path, typer.Option(help="Folder for log, spans and weights.")] = Path(
+        "hetlab-run"
+    ),
+    dtype: Annotated[
+        str, typer.Option(help="bf16, fp32 or fp64; the plan's own when left out.")
+    ] = "",
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="After warm-up.")] = 3e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Of matrices (adamw).")] = 0.1,
+    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm, 0: none.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
+    weights: Annotated[str, typer.Option(help="Begin with these safetensors.")] = "",
+    save: Annotated[bool, typer.Option("--save", help="Write the trained weights.")] = False,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, help="Seconds a rank waits for others.")
+    ] = 120.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, then print the command only.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a plan on this machine, one process per rank."""
+    from real_runtime.launch import launch, prepare, printed, threads_per_rank
+    from real_runtime.settings import Recipe, RunSettings
+    from real_runtime.support import check_supported
+    from sim.optional import import_optional
+    from sim.plan.io import load_plan
+
+    plan = load_plan(plan_file)
+    problem = check_supported(plan)
+    settings = RunSettings(
+        plan=str(plan_file.absolute()),
+        data=str(data.absolute()),
+        out=str(out.absolute()),
+        steps=steps,
+        dtype=_dtype(dtype, problem.job.dtype),
+        seed=seed,
+        deadline=deadline,
+        threads=threads_per_rank(plan.placement.num_ranks),
+        weights=str(Path(weights).absolute()) if weights else "",
+        save=save,
+        recipe=Recipe(
+            learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
+        ),
+    )
+    if not data.is_file():
+        raise InputError("no such data file", str(data), expected="a text or token file")
+    check_folder(out, "--out")
+    ranks, folder = plan.placement.num_ranks, Path(settings.out)
+    if dry_run:
+        emit_text(printed(ranks, folder, settings.threads))
+        return
+    import_optional("torch")
+    prepare(settings)
+    logger.info("training %s on %d processes", plan.name or plan_file.name, ranks)
+    launch(ranks, folder, settings.threads, lambda line: logger.info("%s", line))
+    document = _document(folder)
+    emit(document, lambda console: _print(console, document), as_json)
+
+
+def _dtype(asked: str, planned: str) -> str:
+    """The compute dtype: asked for, or the plan's where the runtime has it."""
+    from real_runtime.settings import DTYPES
+
+    known = {"tf32": "fp32"}
+    dtype = asked or known.get(planned, planned)
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"the runtime does not compute in {dtype}; give --dtype {' or '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """What the run's log says, as one document."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    start, done = events[0], [e for e in events if e["event"] == "step"]
+    seconds = sorted(e["seconds"] for e in done[1:] or done)
+    middle = seconds[len(seconds) // 2]
+    tokens = done[0]["tokens_per_s"] * done[0]["seconds"]
+    return {
+        "plan_hash": start["plan_hash"],
+        "spec_hash": start["spec_hash"],
+        "seed": start["seed"],
+        "version": start["version"],
+        "assumptions": [],
+        "ranks": start["ranks"],
+        "dtype": start["dtype"],
+        "device": start["device"],
+        "steps": len(done),
+        "first_loss": done[0]["loss"],
+        "last_loss": done[-1]["loss"],
+        "step_time_s": middle,
+        "tokens_per_s": tokens / middle,
+        "out": str(folder),
+    }
+
+
+def _print(console: Console, d: dict[str, Any]) -> None:
+    rows = (
+        ("loss", f"{d['first_loss']:.4f} -> {d['last_loss']:.4f} in {d['steps']} steps"),
+        ("step time", f"{d['step_time_s'] * 1e3:,.1f} ms (median, first step left out)"),
+        ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s"),
+        ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}"),
+        ("written to", f"{d['out']}: events.jsonl, spans.npz"),
+    )
+    for name, text in rows:
+        console.print(f"{name:<15}{text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"plan {d['plan_hash']}, spec {d['spec_hash']}, seed {d['seed']}, hetlab {d['version']}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip

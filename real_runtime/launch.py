@@ -1,0 +1,140 @@
+"""Start a plan's ranks on this machine with torchrun, and watch them. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from real_runtime.errors import RunError
+from real_runtime.settings import RunSettings
+from sim.errors import HetlabError, InputError, StoppedError
+
+__all__ = ["command_line", "launch", "prepare"]
+
+SAY = "hetlab> "
+GRACE = 10.0
+"""[s] that ranks get to end after a signal before they are killed."""
+
+
+def command_line(ranks: int, folder: Path) -> list[str]:
+    """Return the command that starts every rank on this machine."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
+        f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1", f"--shutdown-timeout={GRACE:.0f}",
+        "-m", "real_runtime.worker", str(folder),
+    ]  # fmt: skip
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return the environment of the ranks."""
+    env = dict(os.environ)
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    if sys.platform == "linux":
+        # One machine: talk over loopback, whatever its name resolves to.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Processor cores per rank, at least 1."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max((usable or 1) // ranks, 1)
+
+
+def prepare(settings: RunSettings) -> Path:
+    """Write what the ranks read; traces of an earlier run in the folder are removed.
+
+    Raises:
+        InputError: the folder holds something else.
+    """
+    folder = Path(settings.out)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "run.json").is_file():
+        raise InputError("--out is not empty and no run's folder", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    for name in ("events.jsonl", "spans.npz", "launch.log"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "run.json").write_bytes(msgspec.json.encode(settings))
+    return folder
+
+
+def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) -> None:
+    """Run all ranks to their end.
+
+    Args:
+        ranks: how many. folder: of the run, see ``prepare``. threads: per rank.
+        show: takes rank 0's progress lines.
+
+    Raises:
+        RunError: a rank failed, died or waited too long. StoppedError: interrupted.
+        HetlabError: what a rank raised, with its exit code.
+    """
+    child = subprocess.Popen(
+        command_line(ranks, folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=environment(threads), start_new_session=True,
+    )  # fmt: skip
+    said: list[str] = []
+    assert child.stderr is not None
+    try:
+        with (folder / "launch.log").open("w") as log:
+            for line in child.stderr:
+                if line.startswith(SAY):
+                    show(line[len(SAY) :].rstrip())
+                else:
+                    log.write(line)
+                    said.append(line)
+        code = child.wait()
+    except KeyboardInterrupt:
+        raise StoppedError("interrupted; what was logged so far is in " + str(folder)) from None
+    finally:
+        _end(child)
+    if code:
+        raise _failure(folder, "".join(said))
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks: by SIGTERM, then for certain."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is not None:
+            return
+        os.killpg(child.pid, sign)
+        try:
+            child.wait(2 * GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _failure(folder: Path, said: str) -> HetlabError:
+    """What went wrong first: a rank's own error, else a death, else what a peer noticed."""
+    failures = [json.loads(f.read_text()) for f in sorted((folder / "errors").glob("*.json"))]
+    failures.sort(key=lambda f: (f["peer"], f["unix_s"]))
+    killed = re.search(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-\d+)", said)
+    if failures and not failures[0]["peer"]:
+        first = failures[0]
+        error = HetlabError(f"rank {first['rank']}: {first['text']}")
+        error.exit_code = first["exit_code"]
+        return error
+    if killed:
+        name = signal.Signals(-int(killed[2])).name
+        return RunError(f"rank {killed[1]} was ended by {name}; its peers were stopped")
+    if failures:
+        return RunError(failures[0]["text"])
+    return RunError(f"torchrun failed without a word from a rank; see {folder / 'launch.log'}")
+
+
+def printed(ranks: int, folder: Path, threads: int) -> str:
+    """The command as a person would type it."""
+    env = environment(threads)
+    names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    given = " ".join(f"{n}={env[n]}" for n in names if n in env)
+    return f"{given} {shlex.join(command_line(ranks, folder))}"

@@ -1,0 +1,161 @@
+"""What torchrun starts once per rank: ``python -m real_runtime.worker FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from real_runtime.checkpoint_files import StoredWeights, save_weights
+from real_runtime.devices import backend_of, local_device
+from real_runtime.executor import Executor, StepResult
+from real_runtime.rank import make_executor
+from real_runtime.record import join
+from real_runtime.settings import RunSettings
+from sim.errors import HetlabError
+from sim.plan.io import load_plan
+
+__all__ = ["EVENTS", "SETTINGS", "SPANS", "main"]
+
+SETTINGS, EVENTS, SPANS = "run.json", "events.jsonl", "spans.npz"
+"""Files of a run's folder."""
+
+SAY = "hetlab> "
+"""Head of the lines that the launcher passes on to the terminal."""
+
+
+class Events:
+    """The run's log: one JSON object a line, from rank 0."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._file = path.open("a") if rank == 0 else None
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "unix_s": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def say(text: str) -> None:
+    """Print a line for people."""
+    print(SAY + text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher reads this
+
+
+@contextmanager
+def _world(rank: int, size: int, deadline: float, device: torch.device) -> Iterator[None]:
+    dist.init_process_group(
+        backend_of(device), rank=rank, world_size=size, timeout=timedelta(seconds=deadline)
+    )
+    yield
+    # Only after success: a failed rank must not wait for the others here.
+    dist.destroy_process_group()
+
+
+def run(folder: Path) -> None:
+    """Train as a run's folder says."""
+    settings = msgspec.json.decode((folder / SETTINGS).read_bytes(), type=RunSettings)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = local_device(int(os.environ.get("LOCAL_RANK", rank)))
+    plan = load_plan(settings.plan)
+    with _world(rank, size, settings.deadline, device):
+        values = StoredWeights(settings.weights) if settings.weights else None
+        executor = make_executor(plan, settings, rank, device, values=values)
+        assert executor is not None
+        world = executor.groups.of("world")
+        group = executor.groups.handle(world[0]) if world else None
+        executor.recorder.align(group)
+        events = Events(folder / EVENTS, rank)
+        events.write(
+            "start", plan_hash=plan.hash, spec_hash=plan.problem_hash, seed=settings.seed,
+            version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
+            steps=settings.steps,
+        )  # fmt: skip
+        _train(executor, settings, events)
+        _finish(executor, settings, folder, group)
+        events.write("end", steps=settings.steps)
+        events.close()
+
+
+def _train(executor: Executor, settings: RunSettings, events: Events) -> None:
+    math = executor.plan.mathematics
+    tokens = math.global_batch * math.sequence_length
+    shown = 0.0
+    for step in range(settings.steps):
+        result = executor.run_step(step)
+        rate = tokens / result.seconds
+        events.write(
+            "step", step=step, loss=result.loss, grad_norm=result.norm, learning_rate=result.rate,
+            seconds=result.seconds, tokens_per_s=rate,
+        )  # fmt: skip
+        now = time.monotonic()
+        if executor.program.rank == 0 and (now - shown > 1.0 or step in (0, settings.steps - 1)):
+            shown = now
+            say(_line(step, settings.steps, result, rate))
+
+
+def _line(step: int, steps: int, result: StepResult, rate: float) -> str:
+    return (
+        f"step {step + 1}/{steps}  loss {result.loss:.4f}  norm {result.norm:.3g}  "
+        f"{rate:,.0f} tokens/s  {result.seconds * 1e3:,.0f} ms"
+    )
+
+
+def _finish(
+    executor: Executor, settings: RunSettings, folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Write spans and weights."""
+    itemsize = torch.empty((), dtype=executor.boundaries.dtype).element_size()
+    rows = executor.recorder.rows(executor.plan, executor.program, executor.groups.wiring, itemsize)
+    if group is not None:
+        all_rows: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_rows, rows, group=group)
+        rows = [row for part in all_rows for row in part]
+    if executor.program.rank == 0:
+        join(rows, executor.plan.name or executor.plan.hash).save(folder / SPANS)
+    if settings.save:
+        save_weights(executor, folder / "weights")
+
+
+def main(folder: str) -> int:
+    """Run one rank; an error goes to a file that the launcher reads, and to the exit code."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        run(Path(folder))
+    except Exception as error:
+        text = str(error) if isinstance(error, HetlabError) else f"{type(error).__name__}: {error}"
+        code = int(getattr(error, "exit_code", 1))
+        failure = {
+            "rank": int(rank), "text": text, "unix_s": time.time(),
+            "exit_code": code,
+            "peer": type(error).__name__ == "RunError",
+        }  # fmt: skip
+        (Path(folder) / "errors").mkdir(exist_ok=True)
+        (Path(folder) / "errors" / f"rank-{rank}.json").write_text(json.dumps(failure))
+        if not isinstance(error, HetlabError):
+            raise
+        # Other threads may still sit in a collective with a dead peer: do not wait for them.
+        sys.stderr.flush()
+        os._exit(code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
