@@ -97,7 +97,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         extra_ranks: ranks outside any cell (a parameter server); as a process of its node one may
             sit beside a chip that a cell uses.
         parameter_buffers, gradient_buffers: of the largest segment, that a chip keeps for
-            parameters and gradients on their way from and to the host.
+            parameters and gradients on their way from and to the host or, under ZeRO, other ranks.
         nvme_buffers: of the largest segment on NVMe, that each rank keeps in host memory.
         late_updates: updates on the chip wait for the gradients of all segments.
         workers: replicas of each worker that takes steps of its own (local SGD), in order; () when
