@@ -1,8 +1,8 @@
 """Lowering pass ``nvme``: states that live one tier below host memory.
 
 It follows the pass ``segments``. For each segment that the placement puts on NVMe (ZeRO-Infinity,
-arXiv:2104.07857, section 5.2.2, as recalled: states are read before and written behind the CPU's
-update, both beside the updates of other segments):
+arXiv:2104.07857, as recalled: states are read before and written behind the CPU's update, both
+beside the updates of other segments):
 
 * NVME_READ of its optimizer states before OPT, NVME_WRITE of them behind it, through a ring of
   host buffers: a read waits for the write that left its slot, and for the write of the same states
@@ -120,7 +120,7 @@ def _on_drive(v: Variant, plan: Plan, low: dict[tuple[int, str], Segment], whole
 
 def _by_steps(ops: list[Op]) -> list[Op]:
     """Let first reads wait for the end of the step before, and whatever does for its writes."""
-    ended = [Dep(op.name, 1) for op in ops if op.kind in _ENDED]
+    ended = [Dep(op.name, 1) for op in ops if op.kind in _ENDED and op.mb < 0]
     writes = [Dep(op.name, 1) for op in ops if op.kind == NVME_WRITE.name]
     found = []
     for op in ops:

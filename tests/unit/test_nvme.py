@@ -195,9 +195,16 @@ def drives_hold(plan: Plan, run: Run) -> None:
     assert reads
 
 
-def test_whole_steps_are_whole_with_drives_too() -> None:
-    given_ = on_drives(1, 1)
-    plan = plan_of(given_, optimizer=3, nvme=2, parameters=3, whole_steps=True)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_whole_steps_are_whole_with_drives_too(zero: int) -> None:
+    given_ = on_drives(1 + zero // 3, 2)
+    draft = PlanDraft(
+        cells=tuple(CellKnobs(stage=0, replica=r, chips=(r,)) for r in range(1 + zero // 3)),
+        data=DataKnobs(microbatches=(2 - zero // 3,) * (1 + zero // 3), zero=zero),
+    )
+    knobs = {"optimizer": 3, "nvme": 2, "parameters": 3 - zero, "whole_steps": True}
+    plan = lower(given_, compose(given_, [("offload", knobs)], start=draft))
+    validate(plan)
     at = spans(simulate(plan, given_, steps=3))
     for step in (1, 2):
         ended = max(end for key, (_, end) in at.items() if key[0] == step - 1)
