@@ -1,7 +1,7 @@
 """Offloaded plans of a search: relax the accelerators' memory, then repair what does not fit.
 
 The best structures of the relaxed searches are handed to the planner of the three integers, in the
-order of their relaxed times. A structure whose bound is no better than the best plan found is left
+order of their bounds. A structure whose bound is no better than the best plan found is left
 out, so what is left out could not have been better.
 """
 
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
-from sim.engine.simulate import Run, simulate
+from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.plan.draft import PlanDraft
 from sim.plan.lower import lower
@@ -28,69 +25,24 @@ from strategies.offload.policies import STEPS, short_of
 from strategies.search.board import GRACE_S, Effort, Progress
 from strategies.search.extremes import bases_of, draft_named, drafts_of, extremes, too_large
 from strategies.search.finalists import Contender
-from strategies.search.hosted import ENDS, Shortfall, shortfall
+from strategies.search.hosted import shortfall
 from strategies.search.options import Choices
 from strategies.search.pools import Pool
-from strategies.search.relax import Relaxed, Structure, relaxed
+from strategies.search.relax import Structure, relaxed
+from strategies.search.repaired import Offloaded, Repaired
 from strategies.search.result import Finalist
 from strategies.search.slab import structure_key
 
-__all__ = ["Offloaded", "Repaired", "offloaded"]
+__all__ = ["offloaded"]
 
-MOST = 40
-"""Most simulations of the planner for one draft and one set of knobs besides the integers."""
-CORNERS = 2
-"""Most extremes (all layers or none) of a draft that are simulated before the planner begins."""
-
-
-class Repaired(msgspec.Struct, frozen=True, kw_only=True):
-    """An offloaded plan that fits.
-
-    Args:
-        finalist: with the relaxed estimate, and the time between steps by the engine.
-        contender: its draft and structure. run: of its plan, ``STEPS`` steps.
-        structure: what was repaired. proven: the planner left nothing that could be faster.
-    """
-
-    finalist: Finalist
-    contender: Contender
-    run: Run
-    structure: Structure
-    proven: bool
-
-
-class Offloaded(msgspec.Struct, kw_only=True):
-    """What the search over offloaded plans came to; filled while it runs.
-
-    Attributes:
-        found: plans, best first. relaxed: the relaxed searches.
-        tried, skipped: structures repaired or found too large, and cut by their bound.
-        refused: why structures cannot be offloaded -> how many. extremes: why the planner did not
-            look between all and nothing on the host -> how many drafts.
-        short: the smallest shortfall with all layers on the host. stopped: before its end.
-    """
-
-    found: list[Repaired] = []
-    relaxed: Relaxed = msgspec.field(default_factory=Relaxed)
-    tried: int = 0
-    skipped: int = 0
-    refused: Counter[str] = msgspec.field(default_factory=Counter)
-    extremes: Counter[str] = msgspec.field(default_factory=Counter)
-    short: Shortfall | None = None
-    stopped: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was tried and what could not be, in words."""
-        words = f"offloading: {self.tried} structures planned, {self.skipped} cut by their bound"
-        refused = [f"not offloaded, {n} of them: {why}" for why, n in self.refused.most_common(3)]
-        unproven = bool(self.found) and not self.found[0].proven
-        more = ["offloading: what lives on the host is not proven best"] if unproven else []
-        between = [
-            f"all layers or none on the host, {n} times: {why}"
-            for why, n in self.extremes.most_common(1)
-        ]
-        return (words, *refused, *between, *more)
+QUICK, LONG = 6, 60
+"""Most simulations of the planner for a draft and its knobs: at first, and for the best of them."""
+POLISHED = 2
+"""Structures that are planned at length."""
+SECONDS = 120.0
+"""How long structures are repaired where no budget says otherwise [s]."""
+PINNED = {"none": False, "full": True}
+"""Pinned recomputation -> whether all layers are checkpointed."""
 
 
 def offloaded(
@@ -119,13 +71,18 @@ def offloaded(
     try:
         state.relaxed = relaxed(problem, pools, choices, effort, deadline, progress)
         repair = _Repair(problem, choices, contention, best, deadline, state)
-        for i, structure in enumerate(state.relaxed.structures):
-            if progress is not None:
-                progress("offload", i + 1, len(state.relaxed.structures))
-            repair.run(structure)
+        structures = state.relaxed.structures
+        for i, structure in enumerate(structures):
             if repair.late():
-                state.stopped = True
+                state.left = len(structures) - i
                 break
+            if progress is not None:
+                progress("offload", i + 1, len(structures))
+            repair.run(structure, QUICK)
+        for structure in repair.best_structures():
+            if not repair.late():
+                repair.run(structure, LONG)
+        state.stopped |= repair.stopped
     except KeyboardInterrupt:
         state.stopped = True
     state.stopped |= state.relaxed.stopped
@@ -145,7 +102,8 @@ class _Repair:
     """Repairs structures one after the other.
 
     Attributes:
-        best: the score to beat. state: what was found.
+        best: the score to beat. state: what was found. deadline: of time.monotonic, of a budget.
+        until: the same, or where there is none the end of the search's own patience.
     """
 
     def __init__(
@@ -159,16 +117,34 @@ class _Repair:
     ) -> None:
         self.problem, self.choices, self.contention = problem, choices, contention
         self.best, self.deadline, self.state = best, deadline, state
+        self.until = time.monotonic() + SECONDS if deadline == math.inf else deadline
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the deadline or Ctrl-C ended the search."""
+        return self.state.relaxed.stopped or time.monotonic() > self.deadline
 
     def late(self) -> bool:
         """Whether nothing new may be started; without a plan the search goes on a little."""
-        if self.best < math.inf and self.state.relaxed.stopped:
-            return True
-        grace = 0.0 if self.best < math.inf else GRACE_S
-        return time.monotonic() - self.deadline > grace
+        if self.best == math.inf:
+            return time.monotonic() > max(self.until, self.deadline + GRACE_S)
+        return self.stopped or time.monotonic() > self.until
 
-    def run(self, structure: Structure) -> None:
-        """Plan what of a structure lives on the host, under every set of knobs around it."""
+    def best_structures(self) -> list[Structure]:
+        """The best structures that are not proven yet."""
+        chosen: dict[bytes, Repaired] = {}
+        for r in sorted(self.state.found, key=lambda r: r.finalist.score):
+            chosen.setdefault(r.contender.structure, r)
+        proven = self.state.proven
+        left = [r.structure for r in chosen.values() if r.finalist.plan.hash not in proven]
+        return left[:POLISHED]
+
+    def run(self, structure: Structure, most: int) -> None:
+        """Plan what of a structure lives on the host, under every set of knobs around it.
+
+        Args:
+            structure: to repair. most: simulations of the planner for each set of knobs.
+        """
         refused: dict[str, int] = {}
         planned = False
         for draft in drafts_of(self.problem, structure.slab, self.choices):
@@ -179,10 +155,12 @@ class _Repair:
                 if self._cut(structure) or (planned and self.late()):
                     break
                 try:
-                    self._plan(structure, draft, base)
+                    self._plan(structure, draft, base, most)
                     planned = True
                 except InputError as error:
                     refused[error.message] = 1
+        if most != QUICK:
+            return
         if planned:
             self.state.tried += 1
         elif refused:
@@ -193,29 +171,36 @@ class _Repair:
     def _cut(self, structure: Structure) -> bool:
         return structure.bound_s * structure.price >= self.best
 
-    def _plan(self, structure: Structure, draft: PlanDraft, base: AutoHeteKnobs) -> None:
-        """Try the extremes, which are quickly known, then what the planner finds between them."""
+    def _plan(self, structure: Structure, draft: PlanDraft, base: AutoHeteKnobs, most: int) -> None:
+        """Ask the planner; while nothing is known begin with what is quickly known, an extreme."""
         corners = extremes(self.problem, draft, base, self.choices)
         self._note_shortfall([plan for knobs, plan in corners if knobs.optimizer])
         if too_large([plan for _, plan in corners], self.problem):
             return
-        began = time.monotonic()
-        known = 0
-        for knobs, plan in corners:
-            if knobs.optimizer and known < CORNERS and not short_of(plan, self.problem):
-                self._keep(structure, draft, knobs, proven=False)
-                known += 1
-        each = max((time.monotonic() - began) / max(known, 1), 1e-3)
-        most = min(MOST, max((self.deadline - time.monotonic()) / each, 1.0))
+        fit = [k for k, plan in corners if k.optimizer and not short_of(plan, self.problem)]
+        mine = [self._keep(structure, draft, k) for k in fit[:1] if self.best == math.inf]
         try:
-            planned = plan_offload(self.problem, draft, base, most=int(most))
+            planned = plan_offload(
+                self.problem,
+                draft,
+                base,
+                most=most,
+                beat=self.best / structure.price,
+                late=self.late,
+                recompute=PINNED.get(self.choices.recompute or ""),
+            )
         except InputError as error:
-            if not known:
+            if not fit:
                 raise
+            for knobs in fit:
+                self._keep(structure, draft, knobs)
             self.state.extremes[error.message] += 1
             return
         if not planned.best.short:
-            self._keep(structure, draft, planned.best.knobs, proven=planned.proven)
+            knobs = planned.best.knobs
+            mine.append(self._keep(structure, draft, knobs, planned.best.step_s))
+        if mine and planned.proven:
+            self.state.proven.add(min(mine)[1])
 
     def _note_shortfall(self, plans: Sequence[Plan]) -> None:
         for plan in plans:
@@ -224,22 +209,21 @@ class _Repair:
                 self.state.short = lacks
 
     def _keep(
-        self, structure: Structure, draft: PlanDraft, knobs: AutoHeteKnobs, *, proven: bool
-    ) -> None:
-        """Simulate a choice as it will be reported and keep it, unless a pin forbids it."""
+        self, structure: Structure, draft: PlanDraft, knobs: AutoHeteKnobs, least_s: float = 0.0
+    ) -> tuple[float, str]:
+        """Simulate a choice as it will be reported and keep it; return its score and hash.
+
+        The pace of a few steps may still be shorter than the steady one; it counts as the bound.
+        """
         full = compose(self.problem, [("offload", knobs)], start=draft_named(draft, knobs))
         plan = lower(self.problem, full)
-        pinned = {"none": False, "full": True}.get(self.choices.recompute or "")
-        layers = [s for s in plan.placement.segments if s.name not in ENDS]
-        if pinned is not None and any((s.recompute == "full") != pinned for s in layers):
-            return
         run = simulate(plan, self.problem, steps=STEPS, contention=self.contention)
         seconds = report_of(run, self.problem).metrics.step_time_s
         finalist = Finalist(
             plan=plan,
             estimate_s=structure.estimate_s,
             step_time_s=seconds,
-            score=seconds * structure.price,
+            score=max(seconds, least_s) * structure.price,
         )
         contender = Contender(
             draft=full,
@@ -248,15 +232,15 @@ class _Repair:
             structure=structure_key(structure.slab),
             plan_bound_s=structure.bound_s,
         )
-        known = [r for r in self.state.found if r.finalist.plan.hash != plan.hash]
+        others = [r for r in self.state.found if r.finalist.plan.hash != plan.hash]
         self.state.found = [
-            *known,
+            *others,
             Repaired(
                 finalist=finalist,
                 contender=contender,
                 run=run,
                 structure=structure,
-                proven=proven,
             ),
         ]
         self.best = min(self.best, finalist.score)
+        return finalist.score, plan.hash

@@ -105,7 +105,7 @@ def relaxed(
     deadline: float,
     progress: Progress | None,
 ) -> Relaxed:
-    """Run both searches; each structure comes once, in rising order of its estimate per search.
+    """Run both searches; each structure comes once, the least bound first.
 
     Args:
         problem, pools, choices: as of the search. effort: of each. deadline: of time.monotonic.
@@ -127,7 +127,7 @@ def relaxed(
         for score, slab in _varied(search, choices):
             structure = _structure(costs, search, choices, slab, score)
             found.setdefault(structure_key(structure.slab), structure)
-    state.structures = list(found.values())
+    state.structures = sorted(found.values(), key=lambda s: (s.bound_s * s.price, s.estimate_s))
     return state
 
 

@@ -8,7 +8,7 @@ from sim.errors import InfeasibleError
 from sim.problem import Problem
 from strategies.search.finalists import next_best
 from strategies.search.hosted import Shortfall, busiest_stream, hosted_stages
-from strategies.search.offloaded import Offloaded, Repaired
+from strategies.search.repaired import Offloaded, Repaired
 from strategies.search.result import OffloadFacts, SearchResult
 
 __all__ = ["competing", "rescued", "still_infeasible"]
@@ -64,7 +64,7 @@ def competing(found: SearchResult, state: Offloaded) -> SearchResult:
 def _result(problem: Problem, state: Offloaded, why: str, notes: tuple[str, ...]) -> SearchResult:
     best: Repaired = state.found[0]
     relaxed = state.relaxed
-    facts = OffloadFacts(why=why, stages=hosted_stages(best.finalist.plan), proven=best.proven)
+    facts = OffloadFacts(why=why, stages=hosted_stages(best.finalist.plan), proven=state.is_proven)
     played = [(r.finalist, r.contender) for r in state.found]
     return SearchResult(
         problem=problem,

@@ -20,9 +20,10 @@ from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Evaluator
 from strategies.search.finalists import Contender, next_best, play
 from strategies.search.mixed import MixedPlan, draft_of_mixed
-from strategies.search.offloaded import Offloaded, offloaded
+from strategies.search.offloaded import offloaded
 from strategies.search.options import choices_of
 from strategies.search.pools import Pool, pools_of
+from strategies.search.repaired import Offloaded
 from strategies.search.replicas import search_replicas
 from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult

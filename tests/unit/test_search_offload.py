@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 from sim.cost.ledger import peak_memory
 from sim.errors import InfeasibleError, UsageError
 from sim.problem import Problem, load_problem
-from strategies.offload.policies import short_of
+from strategies.offload.autohete import AutoHeteKnobs
+from strategies.offload.planner import plan_offload
+from strategies.offload.policies import outcome_of, short_of
 from strategies.search import SearchResult, search
 from strategies.search import offloaded as module
 from strategies.search.board import Effort
-from strategies.search.offloaded import Offloaded, offloaded
+from strategies.search.drafts import draft_of
+from strategies.search.offloaded import offloaded
 from strategies.search.options import choices_of
 from strategies.search.pools import pools_of
+from strategies.search.repaired import Offloaded
 from strategies.search.result import OffloadFacts
 
 A100 = "A100-SXM4-80GB"
@@ -85,7 +90,9 @@ def test_what_fits_nowhere_else_is_offloaded_and_says_so() -> None:
     (stage,) = facts_of(result).stages
     assert stage.optimizer > 0 and stage.layers == 32
     assert short_of(result.plan, large()) == ""
-    assert facts_of(result).why.startswith("nothing fits without offloading: short by")
+    assert facts_of(result).proven and facts_of(result).why.startswith(
+        "nothing fits without offloading: short by"
+    )
     with pytest.raises(InfeasibleError) as error:
         search(large(), pins={**PLAIN, "offload": "no"})
     assert result.notes[0] == f"without offloading: {error.value}"
@@ -179,6 +186,27 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_of_nothing_gives_an_offloaded_plan() -> None:
     result = search(gpt(1.8), budget=0.0)
     assert result.stopped and result.offload is not None
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_planner_keeps_a_pin_and_beats_a_step(recompute: bool) -> None:
+    problem = gpt(2.0)
+    slabs = [s.slab for s in repaired(problem).relaxed.structures]
+    draft = draft_of(problem, next(s for s in slabs if s.microbatch == 1))
+    every = [
+        outcome_of(problem, draft, AutoHeteKnobs(checkpointed=c, parameters=p, optimizer=o))
+        for c in (3 if recompute else 0,)
+        for p, o in itertools.product(range(4), repeat=2)
+    ]
+    least = min(o.step_s for o in every if not o.short)
+    found = plan_offload(problem, draft, recompute=recompute)
+    assert found.proven and found.best.knobs.checkpointed == (3 if recompute else 0)
+    assert found.best.step_s == pytest.approx(least, rel=1e-9)
+    again = plan_offload(problem, draft, recompute=recompute, beat=least * 1.001)
+    assert again.proven and again.best.step_s == found.best.step_s
+    assert plan_offload(problem, draft, recompute=recompute, beat=0.5 * found.bound_s).best.short
+    late = plan_offload(problem, draft, recompute=recompute, late=lambda: True)
+    assert late.simulated == 0 and not late.proven
 
 
 def test_progress_counts_structures() -> None:
