@@ -36,6 +36,8 @@ UPDATES = (0.25, 0.375, 0.5, 0.75, 1.0)
 """[ns] that the host takes to update a parameter."""
 SHEET_EFFICIENCY = 0.45
 """140 TFLOP/s of 312, what our specification's own calibration assumes a step reaches."""
+MOST = 60
+"""Choices that one search simulates at most, if not told; what it may have missed is printed."""
 _ORDERED = {"priority": False, "whole_steps": True}
 VARIANTS: dict[str, dict[str, bool]] = {
     SCHEDULER: _ORDERED,
@@ -50,13 +52,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: name in ``MODELS``. given: of ``case``. found: system -> its best plan.
-        proven: searches of AutoHete's plans ended because no choice left could be faster.
+        gaps: searched system -> share by which some choice might be faster; 0 when none is.
     """
 
     model: str
     given: Given
     found: dict[str, Outcome]
-    proven: bool = True
+    gaps: dict[str, float]
 
     def ratio(self, rival: str) -> float:
         """Throughput of AutoHete over a rival's; 0 where one of them does not fit."""
@@ -64,25 +66,28 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if ours.short or other.short else other.step_s / ours.step_s
 
 
-def planned(model: str, knobs: AutoHeteKnobs, given: Given) -> Planned:
+def planned(model: str, knobs: AutoHeteKnobs, given: Given, most: int = MOST) -> Planned:
     """Plan a model; embedding and head leave the chip only where nothing fits otherwise."""
     problem, start = case(*MODELS[model], **given)
-    best = plan_offload(problem, start, knobs)
+    best = plan_offload(problem, start, knobs, most=most)
     if not best.best.short:
         return best
-    return plan_offload(problem, start, msgspec.structs.replace(knobs, outer=True))
+    return plan_offload(problem, start, msgspec.structs.replace(knobs, outer=True), most=most)
 
 
-def one_row(model: str, given: Given, variants: Iterable[str] = tuple(VARIANTS)) -> Row:
+def one_row(
+    model: str, given: Given, variants: Iterable[str] = tuple(VARIANTS), most: int = MOST
+) -> Row:
     """Run every system on one model.
 
     Args:
         model: name in ``MODELS``. given: of ``case``. variants: of ``VARIANTS``.
+        most: choices that a search simulates.
     """
     problem, start = case(*MODELS[model], **given)
     found = {name: run_policy(problem, start, name) for name in BASELINES}
-    first = planned(model, AutoHeteKnobs(), given)
-    ours, proven = first.best, first.proven
+    first = planned(model, AutoHeteKnobs(), given, most)
+    ours, gaps = first.best, {AUTOHETE: first.gap}
     found[AUTOHETE] = ours
     for name, changes in VARIANTS.items():
         if name not in variants:
@@ -91,17 +96,17 @@ def one_row(model: str, given: Given, variants: Iterable[str] = tuple(VARIANTS))
             knobs = msgspec.structs.replace(ours.knobs, **changes)
             found[name] = ours if ours.short else outcome_of(problem, start, knobs)
             continue
-        other = planned(model, msgspec.structs.replace(AutoHeteKnobs(), **changes), given)
-        found[name], proven = other.best, proven and other.proven
-    return Row(model=model, given=given, found=found, proven=proven)
+        other = planned(model, msgspec.structs.replace(AutoHeteKnobs(), **changes), given, most)
+        found[name], gaps[name] = other.best, other.gap
+    return Row(model=model, given=given, found=found, gaps=gaps)
 
 
-def rows(tasks: Sequence[tuple[str, Given]]) -> Iterator[Row]:
+def rows(tasks: Sequence[tuple[str, Given]], most: int = MOST) -> Iterator[Row]:
     """Run (model, arguments of ``case``) on all cores, in order; progress goes to stderr."""
     from joblib import Parallel, delayed
 
     began = time.monotonic()
-    work = (delayed(one_row)(model, given) for model, given in tasks)
+    work = (delayed(one_row)(model, given, most=most) for model, given in tasks)
     for i, row in enumerate(Parallel(n_jobs=-1, return_as="generator")(work)):
         took = f"{time.monotonic() - began:.0f} s"
         print(f"{i + 1}/{len(tasks)} {row.model}, {took}", file=sys.stderr, flush=True)

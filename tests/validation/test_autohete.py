@@ -20,7 +20,7 @@ from tests.validation.autohete_facts import (
     needs,
     params,
 )
-from tests.validation.autohete_runs import SHEET_EFFICIENCY, Row, one_row, summary
+from tests.validation.autohete_runs import AUTOHETE, SHEET_EFFICIENCY, Row, one_row, summary
 from tests.validation.autohete_sweeps import small
 from tests.validation.autohete_tables import row_lines, summary_lines
 
@@ -35,7 +35,7 @@ def found() -> dict[str, Fact]:
 @pytest.fixture(scope="module")
 def row() -> Row:
     given: Given = {"update_ns": 0.5, "efficiency": SHEET_EFFICIENCY}
-    return one_row("4B", given)
+    return one_row("4B", given, variants=(SCHEDULER, "same plan"))
 
 
 def test_guessed_sizes_keep_to_what_was_found() -> None:
@@ -72,22 +72,25 @@ def test_the_plan_of_4b_has_13_of_21_blocks_on_the_host() -> None:
 
 def test_host_memory_of_22b_on_4_chips() -> None:
     """16 B a parameter leave room; DeepSpeed's conservative 24 B do not."""
-    total = sum(host_terms(MODELS["22B"]).values())
+    four: Given = {"chips": 4, "zero": 3}
+    total = sum(host_terms(MODELS["22B"], given=four).values())
     assert total / params(MODELS["22B"]) == pytest.approx(16.0)
     assert total < HOST_GB < 1.5 * total
+    assert needs(MODELS["22B"], given={"chips": 4, "zero": 2}) > CHIP_GB
+    assert needs(MODELS["22B"], given=four) < CHIP_GB
 
 
 def test_ratios_of_4b(row: Row) -> None:
     """At 0.5 ns two ratios are above their published averages, StrongHold's is near."""
     published = PUBLISHED[1]
-    assert row.proven and not any(o.short for o in row.found.values())
+    assert row.gaps[AUTOHETE] < 0.02 and not any(o.short for o in row.found.values())
     ratios = {name: row.ratio(name) for name in (*BASELINES, SCHEDULER)}
     assert ratios["zero-offload"] > ratios["patrickstar"] > ratios["stronghold"] > 1.2
     assert 1.0 < ratios["zero-offload"] / published["zero-offload"][0] < 1.25
     assert 1.0 < ratios["patrickstar"] / published["patrickstar"][0] < 1.25
     assert ratios["stronghold"] == pytest.approx(published["stronghold"][0], rel=0.1)
     assert 1.05 < ratios[SCHEDULER] < 1.25
-    assert row.ratio("same plan") >= ratios[SCHEDULER] >= row.ratio("list order") >= 1
+    assert row.ratio("same plan") >= ratios[SCHEDULER]
 
 
 def test_a_fast_host_leaves_the_scheduler_nothing() -> None:
