@@ -19,6 +19,7 @@ import simpy
 
 from sim.engine.execute import Execution
 from sim.errors import InputError
+from sim.plan.unroll import LOCAL_STREAMS
 
 __all__ = [
     "ChipLoss",
@@ -33,7 +34,11 @@ __all__ = [
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
-    """Chips that compute ``factor`` times slower from ``start`` [s] until ``stop`` [s]."""
+    """Chips that compute ``factor`` times slower from ``start`` [s] until ``stop`` [s].
+
+    Copies between chip and host, and work of the host, keep their pace; what a server does for
+    messages is its computing.
+    """
 
     ranks: tuple[int, ...]
     factor: float
@@ -204,9 +209,11 @@ def apply_faults(run: Execution, faults: Sequence[Fault]) -> None:
         death = {a: t.death for a, t in by_actor.items() if t.death < inf}
         wires = [frozenset(w.actors) for w in graph.wires]
         wire_of = run.wire
+        aside = _aside(run)
 
         def pace(node: int, start: float) -> float:
-            trace = by_actor.get(actors[node]) if wire_of[node] < 0 else None
+            slowed = wire_of[node] < 0 and node not in aside
+            trace = by_actor.get(actors[node]) if slowed else None
             end = trace.finish(start, seconds[node]) if trace else start + seconds[node]
             return end if survives(node, end) else inf
 
@@ -228,6 +235,17 @@ def apply_faults(run: Execution, faults: Sequence[Fault]) -> None:
             index = names[fault.link]
             for t, factor in fault.trace:
                 run.kernel.call_at(t, _set_rate(run, index, factor))
+
+
+def _aside(run: Execution) -> frozenset[int]:
+    """Ops of programs on a local stream other than the chip's compute."""
+    graph = run.graph
+    streams = {
+        i
+        for i, (_, name) in enumerate(graph.stream_names)
+        if name in LOCAL_STREAMS and name != "compute"
+    }
+    return frozenset(k for k, s in enumerate(graph.stream.tolist()) if s in streams)
 
 
 def _set_rate(run: Execution, link: int, factor: float) -> Callable[[Any], None]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from sim.cost.ledger import Ledger, knobs_of, peak_memory
 from sim.cost.offload import HostLedger, host_ledgers
+from sim.engine.faults import Straggler
 from sim.engine.simulate import simulate
 from sim.hardware.machine import HostSide
 from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
@@ -159,3 +160,10 @@ def test_the_report_prints_the_copy_and_whether_compute_hides_it() -> None:
     # Beside a backward of 0.02 s it is hidden for that long, beside one of 0.4 s altogether.
     assert line_of(early, 1.0) == [*said, "exposed", "0.205", "s"]
     assert line_of(early, 20.0) == [*said, "hidden", "by", "compute"]
+
+
+def test_a_slow_chip_does_not_slow_its_copies() -> None:
+    given, plan = offloaded(FETCHED, {"H2D[states]": STATES}, params=PARAMS)
+    slow = simulate(plan, given, faults=(Straggler(ranks=(0,), factor=20.0),)).makespan
+    computes = simulate(plan, given).makespan - 0.225
+    assert slow == pytest.approx(20 * computes + 0.225, rel=1e-9)
