@@ -100,6 +100,14 @@ def test_a_fast_host_leaves_the_scheduler_nothing() -> None:
     assert fast.ratio("zero-offload") == pytest.approx(PUBLISHED[1]["zero-offload"][0], rel=0.1)
 
 
+def test_the_scheduler_gains_more_with_size(row: Row) -> None:
+    """Published: little at 2B and 4B, more above; at 0.5 ns here 7 % at 4B, 19 % at 22B."""
+    large = one_row("22B", row.given, variants=(SCHEDULER,))
+    assert large.found["zero-offload"].short == "accelerator memory"
+    assert row.ratio(SCHEDULER) == pytest.approx(1.07, abs=0.03)
+    assert large.ratio(SCHEDULER) == pytest.approx(1.19, abs=0.03)
+
+
 def test_12_gb_against_40() -> None:
     found = small("4B", 0.5)
     assert not found.ours.short and found.ours.knobs.outer
