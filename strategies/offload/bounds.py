@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from sim.cost.collective import places
@@ -147,62 +148,52 @@ class _Times:
     def _chains(self, line: Sequence[Units], t: int, s: int, shares: int) -> Iterator[Form]:
         """Chains that turn at position t and go as far as position s."""
         u = line[t]
-        there, rest = self._there(line, t, s)
+        there = self._there(line, t, s)
+        again = self._table(t, C, u.again)
         if t < s:
             # Updates are listed behind the last microbatch's backward of the last layer.
-            yield Form(
-                const=there + u.trip - u.inner + u.outer + u.layers * u.update,
-                counts={**rest, (t, C): self._table(t, C, u.again)}
-                | {(t, S): self._table(t, S, -u.update)},
-            )
+            const = u.trip - u.inner + u.outer + u.layers * u.update
+            own = {(t, C): again, (t, S): self._table(t, S, -u.update)}
+            yield total((there, Form(const=const, counts=own)))
         if not u.layers:
             return
+        # Of t itself the last position has all passes on the way, any other one each way.
+        passes = u.microbatches if t == s else 1
         if self.sizes[t][P] > 1:
-            yield from self._fetched(line, t, s, there, rest)
-        yield from self._returns(u, t, s, there, rest, shares)
+            turn = np.full(self.sizes[t][P], min(u.down, u.gradient + u.host) + u.fetch)
+            turn[0] = 0.0
+            own = {(t, C): passes * again, (t, P): turn}
+            tail = Form(const=u.layers * u.tail, counts={(t, S): self._table(t, S, -u.tail)})
+            turns = total((there, Form(counts=own)))
+            yield total((turns, tail, self._slowed(t, u, passes, passes - 1)))
+            yield total((turns, self._slowed(t, u, passes, passes)))
+        inside = total((there, self._slowed(t, u, passes - 1, passes - 1)))
+        for form in self._returns(u, t, s, there.const, shares):
+            yield total((msgspec.structs.replace(inside, const=0.0), form))
 
-    def _there(
-        self, line: Sequence[Units], t: int, s: int
-    ) -> tuple[float, dict[tuple[int, int], Floats]]:
+    def _there(self, line: Sequence[Units], t: int, s: int) -> Form:
         """From the first forward of t's first layer to its last backward, by way of s.
 
-        Returns the constant, and what positions after t add.
+        Of t nothing that depends on its integers.
         """
         if t == s:
-            return (line[t].windows[0] if line[t].layers else 0.0), {}
-        beyond = line[t + 1 : s]
-        const = line[t].inner + sum(u.trip for u in beyond) + line[s].whole
+            return Form(const=line[t].windows[0] if line[t].layers else 0.0)
+        const = line[t].inner + sum(u.trip for u in line[t + 1 : s]) + line[s].whole
         const += sum(u.sent[0] for u in line[t:s]) + sum(u.sent[1] for u in line[t + 1 : s + 1])
-        tables = {(r, C): self._table(r, C, line[r].again) for r in range(t + 1, s)}
-        last = line[s]
-        return const, {**tables, (s, C): self._table(s, C, last.microbatches * last.again)}
-
-    def _fetched(
-        self,
-        line: Sequence[Units],
-        t: int,
-        s: int,
-        there: float,
-        rest: dict[tuple[int, int], Floats],
-    ) -> Iterator[Form]:
-        """The first layer's parameters are updated, reach the host and come back."""
-        u = line[t]
-        turn = np.full(self.sizes[t][P], min(u.down, u.gradient + u.host) + u.fetch)
-        turn[0] = 0.0
-        tables = {**rest, (t, P): turn}
-        extra: dict[int, float] = {}
-        for r in range(t, s + 1):
+        forms = [Form(const=const)]
+        for r in range(t + 1, s + 1):
             passes = line[r].microbatches if r == s else 1
-            forward, slow = self._held_up(r, line[r])
-            tables[r, P] = tables.get((r, P), 0.0) + passes * np.maximum(0.0, forward)
-            if slow >= 0:
-                extra[slow] = float(passes)
-        again = u.microbatches * u.again if t == s else u.again
-        tables[t, C] = self._table(t, C, again)
-        own = {(t, S): self._table(t, S, -u.tail)}
-        yield Form(const=there + u.layers * u.tail, counts=tables | own)
-        if extra:
-            yield Form(const=there, counts=tables, extra=extra)
+            forms.append(Form(counts={(r, C): self._table(r, C, passes * line[r].again)}))
+            forms.append(self._slowed(r, line[r], passes, passes))
+        return total(forms)
+
+    def _slowed(self, r: int, u: Units, forwards: int, backwards: int) -> Form:
+        """How much longer than their compute so many passes of position r are."""
+        if self.sizes[r][P] == 1 or not u.layers:
+            return Form()
+        forward, slow = self._held_up(r, u)
+        extra = {slow: float(backwards)} if slow >= 0 and backwards else {}
+        return Form(counts={(r, P): forwards * np.maximum(0.0, forward)}, extra=extra)
 
     def _held_up(self, r: int, u: Units) -> tuple[Floats, int]:
         """How much longer than its compute p fetched layers' forward is; the backward's auxiliary.
@@ -224,15 +215,7 @@ class _Times:
             self.aux.append(Aux(position=r, kind="slow", again=u.again, table=table))
         return forward, self.slow[key]
 
-    def _returns(
-        self,
-        u: Units,
-        t: int,
-        s: int,
-        there: float,
-        rest: dict[tuple[int, int], Floats],
-        shares: int,
-    ) -> Iterator[Form]:
+    def _returns(self, u: Units, t: int, s: int, there: float, shares: int) -> Iterator[Form]:
         """Gradients leave, are applied and come back before their layers' next forward."""
         n, o = u.layers, np.arange(u.layers + 1.0)
         lead = u.forward if self.base.whole_steps else 0.0
@@ -249,7 +232,7 @@ class _Times:
         first = np.array(
             [0.0, *(behind[n - k] + u.gradient + u.host + back for k in range(1, n + 1))]
         )
-        yield Form(counts={**rest, (t, C): again, (t, S): first}, extra={2 * t + 1: u.again})
+        yield Form(counts={(t, C): again, (t, S): first}, extra={2 * t + 1: u.again})
         again = again + np.where(np.arange(n + 1) == n, u.again, 0.0)
         for gradient, host, up in (
             (1.0, o * shares, 1.0),
@@ -264,4 +247,4 @@ class _Times:
                 + np.where(o > 1, late, 0.0)
             )
             table = np.where(o > 0, chain, 0.0)
-            yield Form(counts={**rest, (t, C): again, (t, S): table})
+            yield Form(counts={(t, C): again, (t, S): table})

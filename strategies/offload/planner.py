@@ -1,10 +1,10 @@
 """Find three integers for every pipeline position: bound all choices, simulate the promising ones.
 
 The integer program (``strategies.offload.program``) gives the choice with the least bound and says
-when nothing fits. The event engine then decides. Where all choices can be listed they are simulated
-in order of their bounds, until the next bound is no better than the best step found: that is what
-simulating all of them would find. Otherwise the search moves one position at a time, each in order
-of the bounds, and then asks the program for choices it has not seen.
+when nothing fits. The event engine then decides. Of several positions one moves at a time, through
+its choices in order of their bounds. Then all choices are simulated in this order, until the next
+bound is no better than the best step found: that is what simulating all of them would find. Where
+they are too many to be listed the program is asked for the next one, a limited number of times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strategies.offload.bounds import bounds_of
 from strategies.offload.forms import CHECKPOINTED, Bounds, Floats, Form
 from strategies.offload.policies import STEPS, Outcome, short_of
 from strategies.offload.program import Choice, best_choice
-from strategies.offload.units import knobs_with, plan_with
+from strategies.offload.units import Triple, knobs_with, plan_with
 
 __all__ = ["Planned", "plan_offload", "settled"]
 
@@ -31,6 +31,8 @@ LISTED = 1_000_000
 """Choices up to which all are listed."""
 ASKED = 30
 """Further choices that the program is asked for."""
+PATIENCE = 15
+"""Simulations without a better step after which a position stops moving."""
 NOT_FASTER = "no choice beats the step known"
 """Stands for what is short where only time is."""
 
@@ -93,10 +95,12 @@ def plan_offload(
         known = Outcome(knobs=base, short=NOT_FASTER)
         return Planned(best=known, weighed=0, simulated=0, proven=True, bound_s=first[1])
     search = _Search(problem, start, base, bounds, most, beat, late)
-    if prod(prod(size) for size in bounds.sizes) <= LISTED:
-        search.walk(range(len(bounds.sizes)), first[0])
-    else:
+    if len(bounds.sizes) > 1:
         search.move(*first)
+    if prod(prod(size) for size in bounds.sizes) <= LISTED:
+        search.walk()
+    else:
+        search.ask(first[1])
     return Planned(
         best=search.best,
         weighed=len(search.seen),
@@ -193,29 +197,39 @@ class _Search:
         if self.seen[choice] < self.step or (self.best.short and not self.at):
             self.best, self.at = found, choice
 
-    def walk(self, free: Sequence[int], at: Choice) -> bool:
-        """Weigh the choices of some positions, the others' given, in order of their bounds.
-
-        Returns whether no choice of theirs could be faster.
-        """
-        for choice, bound in _listed(self.bounds, free, at):
+    def walk(self) -> None:
+        """Weigh all choices in order of their bounds."""
+        every = range(len(self.bounds.sizes))
+        for choice, bound in _listed(self.bounds, every, [(0, 0, 0) for _ in every]):
             self.bound = bound
             if bound >= self.step:
                 break
             if self.over:
-                return False
+                return
             self.weigh(choice, bound)
-        self.proven = len(free) == len(at)
-        return True
+        self.proven = True
 
     def move(self, choice: Choice, bound: float) -> None:
-        """Move one position at a time, then ask the program for choices not seen."""
-        self.weigh(choice, bound)
+        """Weigh a choice, then such as differ from the best in one position, while that helps."""
+        if not self.over:
+            self.weigh(choice, bound)
         before = np.inf
         while self.step < before and not self.over:
             before = self.step
-            for s in range(len(choice)):
-                self.walk([s], self.at or choice)
+            for s in range(len(self.at)):
+                self._move_one(s)
+
+    def _move_one(self, s: int) -> None:
+        last, step = self.simulated, self.step
+        for choice, bound in _listed(self.bounds, [s], self.at):
+            if bound >= self.step or self.over or self.simulated >= last + PATIENCE:
+                break
+            self.weigh(choice, bound)
+            if self.step < step:
+                last, step = self.simulated, self.step
+
+    def ask(self, bound: float) -> None:
+        """Weigh choices that the program finds among those not seen; ``bound`` holds for all."""
         self.bound = bound
         for _ in range(ASKED):
             if self.over:
@@ -228,7 +242,9 @@ class _Search:
             self.weigh(*found)
 
 
-def _listed(bounds: Bounds, free: Sequence[int], at: Choice) -> Iterator[tuple[Choice, float]]:
+def _listed(
+    bounds: Bounds, free: Sequence[int], at: Sequence[Triple]
+) -> Iterator[tuple[Choice, float]]:
     """Choices of some positions that fit, with their bounds, least first."""
     sizes = [size for s in free for size in bounds.sizes[s]]
     axes = np.ix_(*[np.arange(size) for size in sizes])
