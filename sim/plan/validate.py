@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from sim.errors import PlanError
 from sim.plan.flat import flatten
 from sim.plan.fold import fold_plan, relations
+from sim.plan.fresh import prove_fresh
 from sim.plan.gradients import prove_updates
 from sim.plan.graph import build_graph
 from sim.plan.kinds import KINDS
@@ -32,9 +33,10 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
     Proves: every block is placed once per replica; each (microbatch, part, segment) of a cell has
     one F, one recomputation if and only if that F drops activations, then B, or I and W; each
     gradient is reduced once and applied once, after all of it is there; only inexact plans read
-    whatever version there is; members list the same order and nothing waits in a circle with the
-    declared buffers; live activations and gathered parameters are back where they were after every
-    step. With a problem, also that its model is placed whole and that amounts are the model's.
+    whatever version there is, or compute before an update of the step before; members list the
+    same order and nothing waits in a circle with the declared buffers; live activations and
+    gathered parameters are back where they were after every step. With a problem, also that its
+    model is placed whole and that amounts are the model's.
 
     Args:
         plan: to check. problem: what it is for; None takes the one the plan carries, if any.
@@ -73,6 +75,8 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
             expected="an order in which every op can start",
         )
     prove_updates(graph, wiring)
+    if plan.exact:
+        prove_fresh(graph)
 
 
 def _classes(plan: Plan, programs: tuple[Program, ...], wiring: Wiring) -> list[int] | None:

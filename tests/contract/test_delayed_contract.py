@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from sim.cost.occupancy import memory_over_time
+from sim.engine.simulate import simulate
 from sim.problem import Problem
 from strategies.base import Strategy
 from strategies.registry import get
-from strategies.testing import StrategyContract, companions_of
+from strategies.testing import Case, StrategyContract, companions_of
 from tests.contract.test_strategies import small
 
 NAMES = ("delayed_sgd", "local_sgd")
@@ -34,6 +36,21 @@ class TestInexact(StrategyContract):
     @pytest.fixture
     def problem(self) -> Problem:
         return allowed()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_steps_leak_nothing(name: str) -> None:
+    strategy = get(name)
+    space = strategy.space(allowed(), companions_of(strategy, allowed(), before=True))
+    for knobs in space.values[1:]:
+        plan = Case(strategy, allowed(), knobs).plan
+        layout, out = (run := simulate(plan, allowed(), steps=12)).layout, run.outcome
+        rows = memory_over_time(layout.graph, layout.wiring, plan, allowed(), out.start, out.end)
+        for times, nbytes in rows:
+            if len(times):
+                early = times <= out.makespan / 3
+                assert nbytes.min() >= 0 and nbytes[-1] == pytest.approx(nbytes[0])
+                assert nbytes[~early].max() <= nbytes[early].max() * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -102,3 +102,10 @@ def test_one_replica_reduces_nothing() -> None:
     problem = problem_of([3.0])
     with pytest.raises(InputError, match="reduces nothing"):
         plan_of(problem, variant="allreduce", tau=1)
+
+
+def test_a_late_update_is_not_exact() -> None:
+    plan, _ = late(3.0, 2.0, 1)
+    with pytest.raises(PlanError, match="so that update is late"):
+        validate(msgspec.structs.replace(plan, exact=True, reason=""))
+    validate(late(3.0, 2.0, 0)[0])
