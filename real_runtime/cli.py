@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.cli_output import JsonOption, check_folder, emit, emit_text, logger
-from sim.errors import InputError, UsageError
+from sim.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +50,7 @@ def _run(
     as_json: JsonOption = False,
 ) -> None:
     """Train a plan on this machine, one process per rank."""
+    from real_runtime.data import Batches, open_tokens
     from real_runtime.launch import launch, prepare, printed, threads_per_rank
     from real_runtime.settings import Recipe, RunSettings
     from real_runtime.support import check_supported
@@ -73,8 +74,8 @@ def _run(
             learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
         ),
     )
-    if not data.is_file():
-        raise InputError("no such data file", str(data), expected="a text or token file")
+    job, vocab = problem.job, max(b.vocab for b in problem.model.blocks)
+    Batches(open_tokens(data), vocab, job.sequence_length, job.global_batch, seed)
     check_folder(out, "--out")
     ranks, folder = plan.placement.num_ranks, Path(settings.out)
     if dry_run:

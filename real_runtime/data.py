@@ -1,5 +1,7 @@
 """Training data: token files by memory map, and which sequences each step and replica sees.
 
+Imports no torch: files are checked before any rank starts.
+
 The order of sequences depends on the seed alone. A plan only says which replica takes which part of
 a step's global batch, so every plan sees the same batch.
 """
@@ -9,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from sim.errors import InputError
@@ -113,7 +114,9 @@ class Batches:
             )
         return tokens
 
-    def microbatch(self, step: int, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def microbatch(
+        self, step: int, first: int, size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return inputs and targets of some sequences of a step's global batch, each (S, b).
 
         Args:
@@ -121,4 +124,4 @@ class Batches:
         """
         at = step * self.global_batch + first
         rows = np.stack([self.sequence(at + i) for i in range(size)], 1)
-        return torch.from_numpy(rows[:-1].copy()), torch.from_numpy(rows[1:].copy())
+        return rows[:-1].copy(), rows[1:].copy()

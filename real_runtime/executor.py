@@ -241,8 +241,12 @@ class Executor:
             size = self.plan.mathematics.microbatch
             first = size * (sum(self.plan.placement.microbatches[: self.cell.replica]) + mb)
             ids, after = self.batches.microbatch(self.step_number, first, size)
-            targets = after.to(self.device) if stage.last else None
-        x = ids.to(self.device) if stage.first else self.boundaries.take("F", stage.number, mb)
+            if stage.last:
+                targets = torch.from_numpy(after).to(self.device)
+        if stage.first:
+            x = torch.from_numpy(ids).to(self.device)
+        else:
+            x = self.boundaries.take("F", stage.number, mb)
         y = stage.forward(mb, x, targets, node.op.saves != "inputs")
         if not stage.last:
             self.boundaries.put("F", node.op.stage, mb, y)

@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,16 +23,17 @@ from sim.errors import HetlabError, InputError, StoppedError
 
 __all__ = ["command_line", "launch", "prepare"]
 
-SAY = "hetlab> "
-GRACE = 10.0
-"""[s] that ranks get to end after a signal before they are killed."""
+SAY, FAIL = "hetlab> ", "hetlab! "
+"""Heads of a rank's lines: for people, and that it has failed."""
+GRACE = 5.0
+"""[s] that the other ranks get to end after one has failed."""
 
 
 def command_line(ranks: int, folder: Path) -> list[str]:
     """Return the command that starts every rank on this machine."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
-        f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1", f"--shutdown-timeout={GRACE:.0f}",
+        f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1",
         "-m", "real_runtime.worker", str(folder),
     ]  # fmt: skip
 
@@ -61,7 +64,9 @@ def prepare(settings: RunSettings) -> Path:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "run.json").is_file():
         raise InputError("--out is not empty and no run's folder", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "errors", ignore_errors=True)
+    for name in ("errors", "pids"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
     for name in ("events.jsonl", "spans.npz", "launch.log"):
         (folder / name).unlink(missing_ok=True)
     (folder / "run.json").write_bytes(msgspec.json.encode(settings))
@@ -84,12 +89,17 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         env=environment(threads), start_new_session=True,
     )  # fmt: skip
     said: list[str] = []
+    timer: threading.Timer | None = None
     assert child.stderr is not None
     try:
         with (folder / "launch.log").open("w") as log:
             for line in child.stderr:
                 if line.startswith(SAY):
                     show(line[len(SAY) :].rstrip())
+                elif line.startswith(FAIL) and timer is None:
+                    # torchrun itself waits 30 s for ranks that are stopped and hear no signal.
+                    timer = threading.Timer(GRACE, _kill_ranks, (folder,))
+                    timer.start()
                 else:
                     log.write(line)
                     said.append(line)
@@ -97,39 +107,63 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
     except KeyboardInterrupt:
         raise StoppedError("interrupted; what was logged so far is in " + str(folder)) from None
     finally:
-        _end(child)
+        if timer is not None:
+            timer.cancel()
+        _end(child, folder)
     if code:
         raise _failure(folder, "".join(said))
+    for name in ("errors", "pids"):
+        shutil.rmtree(folder / name)
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def _end(child: subprocess.Popen[str], folder: Path) -> None:
     """End torchrun and its ranks: by SIGTERM, then for certain."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is not None:
-            return
-        os.killpg(child.pid, sign)
+    assert child.stderr is not None
+    if child.poll() is None:
+        child.terminate()
         try:
-            child.wait(2 * GRACE)
+            child.wait(GRACE)
         except subprocess.TimeoutExpired:
-            continue
+            _kill_ranks(folder)
+            child.kill()
+            child.wait()
+    child.stderr.close()
+
+
+def _kill_ranks(folder: Path) -> None:
+    """End every rank of this run that still lives; each left its process number."""
+    for file in (folder / "pids").glob("*"):
+        with suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def _failure(folder: Path, said: str) -> HetlabError:
     """What went wrong first: a rank's own error, else a death, else what a peer noticed."""
     failures = [json.loads(f.read_text()) for f in sorted((folder / "errors").glob("*.json"))]
     failures.sort(key=lambda f: (f["peer"], f["unix_s"]))
-    killed = re.search(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-\d+)", said)
+    killed = _killed(said)
     if failures and not failures[0]["peer"]:
         first = failures[0]
         error = HetlabError(f"rank {first['rank']}: {first['text']}")
         error.exit_code = first["exit_code"]
         return error
-    if killed:
-        name = signal.Signals(-int(killed[2])).name
-        return RunError(f"rank {killed[1]} was ended by {name}; its peers were stopped")
+    if killed is not None:
+        rank, sign = killed
+        name = signal.Signals(sign).name
+        return RunError(f"rank {rank} was ended by {name}; its peers were stopped")
     if failures:
         return RunError(failures[0]["text"])
     return RunError(f"torchrun failed without a word from a rank; see {folder / 'launch.log'}")
+
+
+def _killed(said: str) -> tuple[int, int] | None:
+    """(rank, signal) of a rank that a signal ended, torchrun's own signals left out."""
+    stopped = set(re.findall(r"Sending process (\d+) closing signal", said))
+    report = r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*-(\d+) \(pid: (\d+)\)"
+    for rank, sign, pid in re.findall(report, said):
+        if pid not in stopped:
+            return int(rank), int(sign)
+    return None
 
 
 def printed(ranks: int, folder: Path, threads: int) -> str:

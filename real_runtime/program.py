@@ -126,7 +126,7 @@ def rank_program(plan: Plan, rank: int, wiring: Wiring | None = None) -> RankPro
         zip(layout.static.tolist(), layout.piece.tolist(), strict=True)
     ):
         op = flat.ops[static]
-        if op.stage < 0:
+        if op.stage < 0 and op.kind != "BARRIER":
             op = msgspec.structs.replace(op, stage=wiring.stage_of(op, rank))
         mine = ends[static][piece] if ends[static] else None
         nodes.append(

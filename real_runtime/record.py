@@ -54,9 +54,15 @@ class Recorder:
     def rows(self, plan: Plan, program: RankProgram, wiring: Wiring, itemsize: int) -> list[Row]:
         """Rows of this rank; ``key`` joins the two ends of a transfer."""
         found = []
+        # As in the engine's table, a member list is called by the first op that uses it.
+        first: dict[tuple[object, ...], Node] = {}
+        for node in program.nodes:
+            if node.group >= 0:
+                first.setdefault(node.wire, node)
+        fixed = [_row(plan, program, wiring, n, first, itemsize) for n in program.nodes]
         for number, start, end, ready in self.steps:
             for i, node in enumerate(program.nodes):
-                row = _row(plan, program, wiring, node, itemsize)
+                row = dict(fixed[i])
                 row |= {
                     "step": number,
                     "start_s": start[i] - self.zero,
@@ -70,8 +76,13 @@ class Recorder:
 
 
 def _row(
-    plan: Plan, program: RankProgram, wiring: Wiring, node: Node, itemsize: int
-) -> dict[str, Any]:
+    plan: Plan,
+    program: RankProgram,
+    wiring: Wiring,
+    node: Node,
+    first: dict[tuple[object, ...], Node],
+    itemsize: int,
+) -> Row:
     op, cell = node.op, wiring.cell_of[program.rank]
     row: Row = {
         "source": "measured", "rank": program.rank, "weight": 1, "peer": -1, "stream": node.stream,
@@ -92,7 +103,8 @@ def _row(
         row["key"] = (p.src, p.dst, forward, source, op.mb, p.start, op.channel)
     elif node.group >= 0:
         roles = wiring.roles[node.group]
-        named = op.group or DEFAULT_ROLE.get(op.kind, "tp")
+        user = first[node.wire].op
+        named = user.group or DEFAULT_ROLE.get(user.kind, "tp")
         role = named if named in roles else "+".join(sorted(roles))
         row["group"] = f"{role} {compact_ranks(wiring.groups[node.group])}"
         row["stream"] = row["group"] + channel

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from real_runtime.errors import UnsupportedPlanError
+from real_runtime.model.config import read_config
 from real_runtime.program import check_form
-from sim.model.hf import read_shape
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
 from sim.plan.program import walk
 from sim.plan.validate import validate
-from sim.plan.wiring import wire
 from sim.problem import Problem, problem_from_documents
-from sim.spec.load import Source
 
 __all__ = ["KINDS", "check_supported"]
 
@@ -63,10 +61,9 @@ def check_supported(plan: Plan, kinds: Collection[str] = KINDS) -> Problem:
 
 def _features(plan: Plan, problem: Problem) -> None:
     math, placement = plan.mathematics, plan.placement
-    model = Source(plan.problem["model"], "problem.model")
     if problem.model.family == "measured":
         raise _refused("model of measured times", "problem.model", "measured", "a config.json")
-    shape, _ = read_shape(model, problem.model.name)
+    shape = read_config(plan.problem["model"], problem.model.name).shape
     stages = [s.stage for s in placement.segments]
     segments = [s for s in placement.segments if s.offload or s.recompute]
     for what, key, wrong, found in (
@@ -118,7 +115,6 @@ def _refused(what: str, key: str, found: str, expected: str) -> UnsupportedPlanE
 
 def _collectives(plan: Plan) -> None:
     """Collectives beyond those that the built-in passes write are refused by name."""
-    wire(plan.placement)
     known = {
         ("ALL_GATHER", "f", ""), ("ALL_GATHER", "b", ""), ("ALL_REDUCE", "embed", "embed"),
         ("REDUCE_GRAD", "", ""), ("UNSHARD", "", ""), ("BARRIER", "", ""),

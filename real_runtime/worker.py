@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from real_runtime.checkpoint_files import StoredWeights, save_weights
 from real_runtime.devices import backend_of, local_device
 from real_runtime.executor import Executor, StepResult
+from real_runtime.launch import FAIL, SAY
 from real_runtime.rank import make_executor
 from real_runtime.record import join
 from real_runtime.settings import RunSettings
@@ -29,9 +31,6 @@ __all__ = ["EVENTS", "SETTINGS", "SPANS", "main"]
 
 SETTINGS, EVENTS, SPANS = "run.json", "events.jsonl", "spans.npz"
 """Files of a run's folder."""
-
-SAY = "hetlab> "
-"""Head of the lines that the launcher passes on to the terminal."""
 
 
 class Events:
@@ -137,9 +136,10 @@ def _finish(
 def main(folder: str) -> int:
     """Run one rank; an error goes to a file that the launcher reads, and to the exit code."""
     rank = os.environ.get("RANK", "0")
+    (Path(folder) / "pids" / rank).write_text(str(os.getpid()))
     try:
         run(Path(folder))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the launcher must learn of every failure
         text = str(error) if isinstance(error, HetlabError) else f"{type(error).__name__}: {error}"
         code = int(getattr(error, "exit_code", 1))
         failure = {
@@ -147,15 +147,24 @@ def main(folder: str) -> int:
             "exit_code": code,
             "peer": type(error).__name__ == "RunError",
         }  # fmt: skip
-        (Path(folder) / "errors").mkdir(exist_ok=True)
         (Path(folder) / "errors" / f"rank-{rank}.json").write_text(json.dumps(failure))
+        print(f"{FAIL}rank {rank}", file=sys.stderr)  # noqa: T201 - the launcher reads this
         if not isinstance(error, HetlabError):
-            raise
-        # Other threads may still sit in a collective with a dead peer: do not wait for them.
-        sys.stderr.flush()
-        os._exit(code)
+            traceback.print_exc()
+        return code
     return 0
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    An ordinary exit waits for threads that may sit in a collective with a dead peer, and a native
+    thread that wants the interpreter while it ends aborts the whole process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    _leave(main(sys.argv[1]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numpy.linalg import norm
 
 torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
@@ -107,7 +108,11 @@ def expected(problem: Any, config: dict[str, Any], plan: Any, settings: RunSetti
     data = [batches.microbatch(step, 0, plans.BATCH) for step in range(settings.steps)]
     rates = [learning_rate(settings.recipe, s, settings.steps) for s in range(settings.steps)]
     return reference.train(
-        config, weights, [(i.t(), t.t()) for i, t in data], settings.recipe, rates
+        config,
+        weights,
+        [tuple(torch.from_numpy(x.T) for x in pair) for pair in data],
+        settings.recipe,
+        rates,
     )
 
 
@@ -158,10 +163,10 @@ def errors(found: dict[str, Any], oracle: Any, steps: int) -> float:
         names = set(found["gradients"][step])
         assert names == set(whole), names ^ set(whole)
         for name, copies in found["gradients"][step].items():
-            wanted = whole[name]
+            wanted = whole[name].numpy()
             for copy in copies:
                 copy = copy[: wanted.shape[0]]
-                worst = max(worst, float((copy - wanted).norm() / wanted.norm()))
+                worst = max(worst, float(norm(copy - wanted) / norm(wanted)))
     return worst
 
 

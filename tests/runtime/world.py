@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import sys
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,11 +19,13 @@ from real_runtime.rank import make_executor
 from real_runtime.settings import RunSettings
 from sim.plan.plan import Plan
 
+Part = tuple[str, int, int, int, np.ndarray]
+"""(name, split, tp index, tp, gradient) of what a rank holds."""
 Case = tuple[str, Plan, RunSettings]
 
 
-def local_gradients(executor: Executor) -> list[tuple[str, int, int, int, torch.Tensor]]:
-    """(name, split, tp index, tp, gradient) of everything this rank holds."""
+def local_gradients(executor: Executor) -> list[Part]:
+    """Gradients of everything this rank holds, shares of a sharded one put together."""
     found = []
     for stage in executor.stages.values():
         for bucket in stage.buckets:
@@ -33,25 +37,23 @@ def local_gradients(executor: Executor) -> list[tuple[str, int, int, int, torch.
         tp = executor.groups.tp
         for w in stage.weights:
             split = -1 if w.spec.split is None else w.spec.split
-            found.append((w.spec.name, split, tp.index, tp.size, w.gradient.clone()))
+            found.append((w.spec.name, split, tp.index, tp.size, w.gradient.numpy().copy()))
     return found
 
 
-def whole(parts: list[tuple[str, int, int, int, torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+def whole(parts: list[Part]) -> dict[str, list[np.ndarray]]:
     """Name -> every copy of the whole gradient that some cell holds."""
-    found: dict[str, list[torch.Tensor]] = {}
-    pieces: dict[tuple[str, int], dict[int, list[torch.Tensor]]] = {}
+    found: dict[str, list[np.ndarray]] = {}
+    pieces: dict[tuple[str, int, int], dict[int, list[np.ndarray]]] = {}
     for name, split, index, tp, tensor in parts:
         if split < 0:
             found.setdefault(name, []).append(tensor)
         else:
-            pieces.setdefault((name, tp), {}).setdefault(index, []).append(tensor)
-            pieces[name, tp].setdefault(-1, []).append(torch.tensor(split))
-    for (name, _), by_index in pieces.items():
-        split = int(by_index.pop(-1)[0])
+            pieces.setdefault((name, split, tp), {}).setdefault(index, []).append(tensor)
+    for (name, split, _), by_index in pieces.items():
         columns = [by_index[i] for i in sorted(by_index)]
         for copies in zip(*columns, strict=True):
-            found.setdefault(name, []).append(torch.cat(copies, split))
+            found.setdefault(name, []).append(np.concatenate(copies, split))
     return found
 
 
@@ -106,3 +108,5 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    sys.stdout.flush()
+    os._exit(0)  # as the worker does

@@ -19,7 +19,9 @@ from sim.spec.load import parse_text, read_source, validate
 from sim.spec.origins import Origin, Tag, require_sources, stated_numbers, tags
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
 
-CLUSTERS = ("a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "v100_t4")
+CLUSTERS = (
+    "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "two_processes", "v100_t4",
+)  # fmt: skip
 KINDS: dict[ProfileKind, type[Doc]] = {
     "accelerators": AcceleratorDoc,
     "links": LinkDoc,
