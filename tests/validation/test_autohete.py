@@ -20,7 +20,14 @@ from tests.validation.autohete_facts import (
     needs,
     params,
 )
-from tests.validation.autohete_runs import AUTOHETE, SHEET_EFFICIENCY, Row, one_row, summary
+from tests.validation.autohete_runs import (
+    AUTOHETE,
+    SHEET_EFFICIENCY,
+    Row,
+    one_row,
+    planned,
+    summary,
+)
 from tests.validation.autohete_sweeps import small
 from tests.validation.autohete_tables import row_lines, summary_lines
 
@@ -98,6 +105,17 @@ def test_a_fast_host_leaves_the_scheduler_nothing() -> None:
     fast = one_row("4B", given, variants=(SCHEDULER,))
     assert fast.ratio(SCHEDULER) == pytest.approx(1.0, abs=0.01)
     assert fast.ratio("zero-offload") == pytest.approx(PUBLISHED[1]["zero-offload"][0], rel=0.1)
+
+
+def test_at_one_constant_the_planner_offloads_as_many_layers_of_4b_as_published() -> None:
+    """13 of 20 layers at 0.75 ns; a faster host gets more of them."""
+    at = {}
+    for update_ns in (0.375, 0.75):
+        given: Given = {"update_ns": update_ns, "efficiency": SHEET_EFFICIENCY}
+        found = planned("4B", AutoHeteKnobs(), given)
+        assert found.proven
+        at[update_ns] = found.best.knobs.optimizer
+    assert at[0.75] == 13 < at[0.375]
 
 
 def test_the_scheduler_gains_more_with_size(row: Row) -> None:
