@@ -4,10 +4,11 @@ Options: ``--gpus 1|4``, ``--update NS`` (several allowed), ``--models 2B,4B``, 
 ``--batch N``, ``--facts`` for the boundary facts only, ``--sweeps`` for little memory and large
 batches, ``--llama`` for measured runs of LLaMA-7B. Nothing is written.
 
-What it shows on one GPU: no single update constant gives all four published averages. ZeRO-Offload
-and PatrickStar fit near 0.33 ns, StrongHold near 0.6, the scheduler at 0.75, where the plan of 4B is
-the published one. On 4 GPUs the stated batch of 8 lets small models fit without the host, and the
-ratios far exceed the published ones; 8 a GPU (``--batch 32``, our reading) fits near 0.6 ns.
+What it shows on one GPU: no single update constant gives all four published averages.
+ZeRO-Offload and PatrickStar fit near 0.33 ns, StrongHold near 0.6, the scheduler at 0.75, where
+the plan of 4B is the published one. On 4 GPUs the stated batch of 8 lets small models fit without
+the host, and the ratios far exceed the published ones; 8 a GPU (``--batch 32``, our reading) fits
+near 0.6 ns.
 """
 
 from __future__ import annotations
