@@ -201,7 +201,9 @@ class _Times:
         All but the first ``buffers`` copies follow one another behind the first pass.
         """
         p = np.arange(self.sizes[r][P], dtype=np.float64)
-        buffers = self.base.parameter_buffers
+        # Under ZeRO-3 a fetch waits for a gather to leave its buffer, and that for a pass.
+        rings = 2 if self.plan.mathematics.zero == 3 else 1
+        buffers = rings * self.base.parameter_buffers
         forward, backward = (
             np.where(p > buffers, (p - buffers) * u.fetch - (p - 2) * each, 0.0)
             for each in (u.forward, u.backward)
@@ -224,7 +226,8 @@ class _Times:
             for j in range(n)
         ]
         # Either the last layer comes first and another is last, or it waits for the next gradient.
-        apart = u.windows[-2] - u.windows[-1] - u.forward if n > 1 and shares == 1 else 0.0
+        alone = n > 1 and shares == 1 and not self.base.whole_steps
+        apart = u.windows[-2] - u.windows[-1] - u.forward if alone else 0.0
         late = max(0.0, min(u.forward, apart))
         back = min(u.up, u.fetch) if self.sizes[t][P] > 1 else u.up
         more = (u.microbatches - 1) * u.again if t == s else 0.0
