@@ -28,7 +28,7 @@ class Extra(msgspec.Struct, frozen=True):
 
 EXTRAS: tuple[Extra, ...] = (
     Extra("search", ("ortools", "optuna", "numba"), "solver and sampler searches"),
-    Extra("notebook", ("plotly", "ipywidgets", "jupyterlab"), "the what-if notebooks"),
+    Extra("notebook", ("plotly", "ipywidgets", "jupyterlab", "sklearn"), "the what-if notebooks"),
     Extra("runtime", ("torch", "safetensors"), "executing plans"),
     Extra("interop", ("google.protobuf", "pyarrow"), "protobuf traces, parquet spans"),
     Extra("ray", ("ray",), "sweeps on a Ray cluster"),

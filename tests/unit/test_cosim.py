@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from sklearn import datasets
 
 from sim.errors import InputError
 from strategies.data.cosim import Rule, train_async
@@ -340,7 +341,6 @@ def test_samples_that_are_none() -> None:
 
 @pytest.mark.parametrize("bundled", ["load_diabetes", "load_breast_cancer"])
 def test_real_data(bundled: str) -> None:
-    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
     x, y = getattr(datasets, bundled)(return_X_y=True)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
     real = bundled == "load_diabetes"
