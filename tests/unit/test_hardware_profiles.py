@@ -20,7 +20,8 @@ from sim.spec.origins import Origin, Tag, require_sources, stated_numbers, tags
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
 
 CLUSTERS = (
-    "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "two_processes", "v100_t4",
+    "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "two_processes",
+    "uneven_workers", "v100_t4",
 )  # fmt: skip
 KINDS: dict[ProfileKind, type[Doc]] = {
     "accelerators": AcceleratorDoc,
@@ -132,6 +133,7 @@ def test_the_bundle_is_what_was_promised() -> None:
     assert chips["v100_t4"] == {"V100-SXM2-16GB": 12, "T4": 4}
     assert chips["a100x64"] == {"A100-SXM4-80GB": 64}
     assert chips["h100_a100_wan"] == {"H100-SXM5-80GB": 32, "A100-SXM4-80GB": 32}
+    assert chips["uneven_workers"] == {"A100-SXM4-80GB": 4}
     quarters = {"H20": 256, "C500": 256, "BI-V100": 256, "Ascend-910B3": 256}
     assert chips["h2_1024"] == chips["h2_1024_oversubscribed"] == quarters
 
