@@ -109,7 +109,8 @@ def units_of(
     """Return the different units of the ranks of every (position, replica).
 
     Raises:
-        InputError: the draft cannot be offloaded, has several chunks, or layers that differ.
+        InputError: the draft cannot be offloaded, has several chunks, or layers that differ; or
+            there is something on NVMe.
     """
     if start.pipeline.chunks > 1:
         raise InputError(
@@ -117,6 +118,13 @@ def units_of(
             key="pipeline.chunks",
             found=str(start.pipeline.chunks),
             expected="1; set the integers for several",
+        )
+    if base.nvme:
+        raise InputError(
+            "three integers are planned without NVMe",
+            key="offload.nvme",
+            found=str(base.nvme),
+            expected="0; set the integers beside it",
         )
     own = own_layers(problem, start)
     kinds: list[Callable[[int], Triple]] = [

@@ -166,3 +166,8 @@ def test_several_chunks_are_refused() -> None:
     )
     with pytest.raises(InputError, match="one chunk"):
         plan_offload(problem, msgspec.structs.replace(start, pipeline=pipeline))
+
+
+def test_nvme_is_refused() -> None:
+    with pytest.raises(InputError, match="without NVMe"):
+        plan_offload(*two(), AutoHeteKnobs(nvme=1))
