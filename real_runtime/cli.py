@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.cli_output import JsonOption, check_folder, emit, emit_text, logger
-from sim.errors import UsageError
+from sim.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +41,13 @@ def _run(
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
     weights: Annotated[str, typer.Option(help="Begin with these safetensors.")] = "",
     save: Annotated[bool, typer.Option("--save", help="Write the trained weights.")] = False,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between checkpoints, 0: none.")
+    ] = 0,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that stay.")] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
+    ] = False,
     deadline: Annotated[
         float, typer.Option(min=1.0, help="Seconds a rank waits for others.")
     ] = 120.0,
@@ -70,6 +77,9 @@ def _run(
         threads=threads_per_rank(plan.placement.num_ranks),
         weights=str(Path(weights).absolute()) if weights else "",
         save=save,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
         recipe=Recipe(
             learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
         ),
@@ -82,6 +92,8 @@ def _run(
         emit_text(printed(ranks, folder, settings.threads))
         return
     import_optional("torch")
+    if resume and not any((folder / "checkpoints").glob("step-*")):
+        raise InputError("no checkpoint to resume from", str(folder / "checkpoints"))
     prepare(settings)
     logger.info("training %s on %d processes", plan.name or plan_file.name, ranks)
     launch(ranks, folder, settings.threads, lambda line: logger.info("%s", line))
@@ -105,7 +117,8 @@ def _dtype(asked: str, planned: str) -> str:
 def _document(folder: Path) -> dict[str, Any]:
     """What the run's log says, as one document."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    start, done = events[0], [e for e in events if e["event"] == "step"]
+    begun = max(i for i, e in enumerate(events) if e["event"] == "start")
+    start, done = events[begun], [e for e in events[begun:] if e["event"] == "step"]
     seconds = sorted(e["seconds"] for e in done[1:] or done)
     middle = seconds[len(seconds) // 2]
     tokens = done[0]["tokens_per_s"] * done[0]["seconds"]

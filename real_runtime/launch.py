@@ -67,7 +67,9 @@ def prepare(settings: RunSettings) -> Path:
     for name in ("errors", "pids"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
-    for name in ("events.jsonl", "spans.npz", "launch.log"):
+    if not settings.resume:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for name in ("events.jsonl", "spans.npz", "launch.log")[settings.resume :]:
         (folder / name).unlink(missing_ok=True)
     (folder / "run.json").write_bytes(msgspec.json.encode(settings))
     return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 
@@ -44,7 +43,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         deadline: [s] that a rank waits for others before it fails. threads: per rank, 0 for all.
         weights: folder of safetensors to begin with, "" for fresh weights.
         save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
-        recipe: see there. extra: free for callers.
+        checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
+        resume: go on from the newest checkpoint of ``out``.
+        recipe: see there.
     """
 
     plan: str
@@ -58,8 +59,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights: str = ""
     save: bool = False
     kept_spans: int = 50
+    checkpoint_every: int = 0
+    keep: int = 2
+    resume: bool = False
     recipe: Recipe = Recipe()
-    extra: dict[str, Any] = {}
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:

@@ -90,6 +90,12 @@ class StageUpdate:
             if part.target is not None:
                 part.target.copy_(part.master)
 
+    def make_state(self) -> None:
+        """Let the optimizer make its moments without changing a value, to be loaded into."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()
+
     def clear(self, weights: Sequence[Weight]) -> None:
         """Begin the next step's gradients."""
         torch._foreach_zero_([w.gradient for w in weights])

@@ -17,20 +17,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from real_runtime.checkpoint_files import StoredWeights, save_weights
+from real_runtime.checkpoint import load, newest, save
 from real_runtime.devices import backend_of, local_device
 from real_runtime.executor import Executor, StepResult
 from real_runtime.launch import FAIL, SAY
 from real_runtime.rank import make_executor
 from real_runtime.record import join
 from real_runtime.settings import RunSettings
+from real_runtime.weight_files import StoredWeights, save_weights
 from sim.errors import HetlabError
 from sim.plan.io import load_plan
 
 __all__ = ["EVENTS", "SETTINGS", "SPANS", "main"]
 
-SETTINGS, EVENTS, SPANS = "run.json", "events.jsonl", "spans.npz"
-"""Files of a run's folder."""
+SETTINGS, EVENTS, SPANS, CHECKPOINTS = "run.json", "events.jsonl", "spans.npz", "checkpoints"
+"""What a run's folder holds."""
 
 
 class Events:
@@ -87,17 +88,21 @@ def run(folder: Path) -> None:
             version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
             steps=settings.steps,
         )  # fmt: skip
-        _train(executor, settings, events)
+        _train(executor, settings, events, folder)
         _finish(executor, settings, folder, group)
         events.write("end", steps=settings.steps)
         events.close()
 
 
-def _train(executor: Executor, settings: RunSettings, events: Events) -> None:
+def _train(executor: Executor, settings: RunSettings, events: Events, folder: Path) -> None:
     math = executor.plan.mathematics
     tokens = math.global_batch * math.sequence_length
-    shown = 0.0
-    for step in range(settings.steps):
+    shown, first, every = 0.0, 0, settings.checkpoint_every
+    begin = newest(folder / CHECKPOINTS) if settings.resume else None
+    if begin is not None:
+        first = load(executor, settings, begin)
+        events.write("resume", step=first, checkpoint=begin.name)
+    for step in range(first, settings.steps):
         result = executor.run_step(step)
         rate = tokens / result.seconds
         events.write(
@@ -105,9 +110,12 @@ def _train(executor: Executor, settings: RunSettings, events: Events) -> None:
             seconds=result.seconds, tokens_per_s=rate,
         )  # fmt: skip
         now = time.monotonic()
-        if executor.program.rank == 0 and (now - shown > 1.0 or step in (0, settings.steps - 1)):
+        if executor.program.rank == 0 and (now - shown > 1.0 or step == settings.steps - 1):
             shown = now
             say(_line(step, settings.steps, result, rate))
+        if every and (step + 1) % every == 0:
+            save(executor, settings, folder / CHECKPOINTS, step + 1, settings.keep)
+            events.write("checkpoint", step=step + 1)
 
 
 def _line(step: int, steps: int, result: StepResult, rate: float) -> str:

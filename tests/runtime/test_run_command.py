@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_measured_spans_have_the_rows_of_the_simulated_ones(
 def test_weights_are_hugging_face_shards_that_a_run_can_begin_with(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
-    from real_runtime.checkpoint_files import INDEX, StoredWeights
+    from real_runtime.weight_files import INDEX, StoredWeights
 
     folder, document = trained
     weights = folder / "hetlab-run" / "weights"
@@ -119,6 +120,37 @@ def test_weights_are_hugging_face_shards_that_a_run_can_begin_with(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert abs(json.loads(done.stdout)["first_loss"] - document["last_loss"]) < 0.3
+
+
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    problem = load_problem("two_processes", "llama_tiny", "two_processes")
+    tp = [[1, 1]]
+    sharded = plans.draft_of(tp, (2, 2), zero=1, microbatch=4)
+    save_plan(lower(problem, sharded), tmp_path / "plan.json")
+    args = (
+        "run", "plan.json", "--data", str(SAMPLE), "--steps", "6", "--learning-rate", "1e-2",
+        "--checkpoint-every", "2", "--keep", "3", "--json", "--dtype", "bf16",
+    )  # fmt: skip
+    done = hetlab(*args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "hetlab-run"
+    kept = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000004", "step-00000006"]
+    for name in kept[1:]:
+        shutil.rmtree(run / "checkpoints" / name)
+    (run / "checkpoints" / "step-00000004.part").mkdir()  # as a crash would leave it
+    done = hetlab(*args, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(x) for x in (run / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "resume"] == [2]
+    seen: dict[int, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["event"] == "step":
+            seen.setdefault(e["step"], []).append((e["loss"], e["grad_norm"]))
+    assert {step: len(both) for step, both in seen.items()} == {0: 1, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2}
+    assert all(len(set(both)) == 1 for both in seen.values()), seen
+    other = hetlab(*args, "--resume", "--seed", "1", cwd=tmp_path)
+    assert other.returncode == 4 and "belongs to another run" in other.stderr, other.stderr
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(
