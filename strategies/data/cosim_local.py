@@ -45,7 +45,8 @@ class Fragments(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         count: fragments of the parameters, exchanged in turn at equal distances within H steps.
-        overlap: local steps between sending a fragment and using the answer.
+        overlap: local steps between sending a fragment and using the answer; at H / count the
+            answer is used just before the next fragment leaves, as in plans of ``local_sgd``.
         mix: share of the worker's own values kept when the answer comes; 0 takes the answer.
     """
 
@@ -183,12 +184,12 @@ def _parts(cut: Fragments, inner: Inner, num_params: int) -> list[slice]:
             found=f"{cut.count} fragments, H = {inner.steps}",
         )
     distance = inner.steps // cut.count
-    if not 0 <= cut.overlap < distance or not 0.0 <= cut.mix <= 1.0:
+    if not 0 <= cut.overlap <= distance or not 0.0 <= cut.mix <= 1.0:
         raise InputError(
             "one fragment is on its way at a time, and mix is a share",
             key="fragments.overlap",
             found=f"overlap {cut.overlap}, mix {cut.mix}",
-            expected=f"overlap 0 to {distance - 1}, mix 0 to 1",
+            expected=f"overlap 0 to {distance}, mix 0 to 1",
         )
     edges = [num_params * i // cut.count for i in range(cut.count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
@@ -223,26 +224,41 @@ def train_streaming(
     distance, every = inner.steps // cut.count, every or inner.steps
     batch = sum(crew.batch_size(w) for w in crew.ranks)
     own = [shared.params] * len(crew.ranks)
-    ways: list[Floats] = []
+    sent: dict[int, tuple[slice, list[Floats]]] = {}
     curve, rates = Curve(task), [0.0] * 0
     curve.add(0.0, 0, 0, 0.0, shared.params)
     for k, time in enumerate(times, start=1):
         with np.errstate(over="ignore", invalid="ignore"):
             own = [crew.step(p, w, inner) for p, w in zip(own, crew.ranks, strict=True)]
-            sent = k - k % distance
-            part = parts[(sent // distance - 1) % cut.count]
-            if k == sent:
-                ways = [shared.params[part] - p[part] for p in own]
-            if ways and k - sent == cut.overlap:
+            if not cut.overlap:
+                _send(sent, k, distance, parts, shared.params, own)
+            if k - cut.overlap in sent:
+                part, ways = sent.pop(k - cut.overlap)
                 shared.move(ways, part)
                 rates.append(outer.rate)
                 own = [_mixed(p, shared.params, part, cut.mix) for p in own]
+            if cut.overlap:
+                _send(sent, k, distance, parts, shared.params, own)
         finite = bool(np.isfinite(shared.params).all())
         if k % every == 0 or k == len(times) or not finite:
             curve.add(time, len(rates), k * batch, k * outer.rate * inner.rate, shared.params)
         if not finite:
             break
     return _finish(curve, shared.params, rates)
+
+
+def _send(
+    sent: dict[int, tuple[slice, list[Floats]]],
+    k: int,
+    distance: int,
+    parts: Sequence[slice],
+    shared: Floats,
+    own: Sequence[Floats],
+) -> None:
+    """Put the fragment that leaves after step ``k`` on its way, if one does."""
+    if k % distance == 0:
+        part = parts[(k // distance - 1) % len(parts)]
+        sent[k] = part, [shared[part] - p[part] for p in own]
 
 
 def _mixed(own: Floats, shared: Floats, part: slice, mix: float) -> Floats:

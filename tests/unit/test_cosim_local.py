@@ -117,17 +117,19 @@ def test_one_fragment_is_diloco_bit_for_bit(bits: int) -> None:
         assert getattr(streaming, field).tobytes() == getattr(rounds, field).tobytes(), field
 
 
-def test_fragments_by_hand() -> None:
-    inner, cut = Inner(rate=0.05, steps=4), Fragments(count=2, overlap=1, mix=0.25)
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_fragments_by_hand(overlap: int) -> None:
+    """Overlap 2 is the distance: an answer is used just before the next fragment leaves."""
+    inner, cut = Inner(rate=0.05, steps=4), Fragments(count=2, overlap=overlap, mix=0.25)
     run = train_streaming(TASK, seconds(17), [0, 1], inner, Outer(rate=0.8), cut)
     streams = [stream(TASK.seed, "batches", w) for w in (0, 1)]
     theta, own = np.zeros(6), [np.zeros(6), np.zeros(6)]
-    on_wire = None
+    on_wire, left = None, 0
     for k in range(1, 18):
         for w in (0, 1):
             pick = streams[w].integers(0, 60, size=4)
             own[w] = own[w] - 0.05 * TASK.learner.gradient(own[w], TRAIN.take(pick))
-        if on_wire:
+        if on_wire and k - left == overlap:
             part, mean = on_wire
             theta = theta.copy()
             theta[part] -= 0.8 * mean
@@ -136,9 +138,9 @@ def test_fragments_by_hand() -> None:
             on_wire = None
         if k % 2 == 0:
             part = slice(0, 3) if k % 4 == 2 else slice(3, 6)
-            on_wire = part, np.mean([theta[part] - p[part] for p in own], axis=0)
+            on_wire, left = (part, np.mean([theta[part] - p[part] for p in own], axis=0)), k
     np.testing.assert_allclose(run.params, theta, rtol=1e-12)
-    assert len(run.rates) == 8 and run.times.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 8.5]
+    assert len(run.rates) == 9 - overlap and run.times.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 8.5]
 
 
 def test_a_worker_that_keeps_its_own_values_never_hears_the_others() -> None:
@@ -205,7 +207,7 @@ def test_divergence_ends_the_run_and_is_said() -> None:
     [
         Fragments(count=3),
         Fragments(count=8),
-        Fragments(count=2, overlap=2),
+        Fragments(count=2, overlap=3),
         Fragments(mix=1.5),
         Fragments(count=0),
     ],
