@@ -15,7 +15,8 @@ from sim.report.busy import busy_of, sum_by
 from sim.report.spans import Spans
 
 __all__ = [
-    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_of", "rates_of", "tokens_per_update",
+    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_between", "pace_of", "rates_of",
+    "tokens_per_update",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -68,9 +69,11 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
 
     Finish of step s: the last end of its ops; it took finish(s) - finish(s - 1). With a barrier the
     step time is makespan / steps, because steps do not overlap. Without one it is the slope of the
-    finish times after the warm-up, (finish(n - 1) - finish(w)) / (n - 1 - w); with fewer than two
-    steps after it, the makespan / steps, which then includes filling the pipeline. Steps at the end
-    that lack late updates do not count.
+    finish times after the warm-up w and up to the last step but one, which ends early where no
+    later step's work competes with its own: (finish(n - 2) - finish(w)) / (n - 2 - w). With fewer
+    than three steps after the warm-up the last one counts, and with fewer than two the step time is
+    the makespan / steps, which then includes filling the pipeline. Steps at the end that lack late
+    updates do not count.
 
     Where a rank serves messages (rows of step -1) the ranks count their own iterations and a step
     is one update instead: its finish is the end of an APPLY.
@@ -95,14 +98,36 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         finish = np.maximum.accumulate(finish)
         if not barrier:
             finish = finish[: _whole_steps(step)]
+    return pace_between(
+        finish, begin, barrier=barrier, warm_up=warm_up, all_count=bool(updates.any())
+    )
+
+
+def pace_between(
+    finish: Floats,
+    begin: float,
+    *,
+    barrier: bool,
+    warm_up: int | None = None,
+    all_count: bool = False,
+) -> Pace:
+    """The same from finish times.
+
+    Args:
+        finish: [s] of every step, rising. begin: [s] of the first. barrier, warm_up: as above.
+        all_count: the last step counts like the others.
+    """
     n = len(finish)
     took = np.diff(finish, prepend=begin)
-    warm = 0
+    warm, last = 0, n - 1
     if not barrier and n > 1:
         warm = max(1, n // 4) if warm_up is None else warm_up
         warm = min(warm, n - 1)
     if warm and n - 1 - warm >= 1:
-        step_time, took = float(finish[-1] - finish[warm]) / (n - 1 - warm), took[warm + 1 :]
+        if not all_count and n - 2 - warm >= 1:
+            last = n - 2
+        step_time = float(finish[last] - finish[warm]) / (last - warm)
+        took = took[warm + 1 : last + 1]
     else:
         step_time, warm = float(finish[-1] - begin) / n, 0
     p50, p95 = np.percentile(took, (50, 95))

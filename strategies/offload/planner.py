@@ -15,13 +15,12 @@ from math import prod
 import msgspec
 import numpy as np
 
-from sim.engine.simulate import simulate
 from sim.plan.draft import PlanDraft
 from sim.problem import Problem
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
 from strategies.offload.forms import CHECKPOINTED, Bounds, Floats, Form
-from strategies.offload.policies import STEPS, Outcome, short_of
+from strategies.offload.policies import Outcome, outcome_of_plan
 from strategies.offload.program import Choice, best_choice
 from strategies.offload.units import Triple, knobs_with, plan_with
 
@@ -113,24 +112,11 @@ def plan_offload(
 def settled(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Choice) -> Outcome:
     """Weigh and, where it fits, simulate a choice.
 
-    The pace leaves out the last step as well as the first ones: no later step's fetches compete
-    with its copies, so it ends early where steps overlap.
-
     Raises:
         InputError: the knobs are illegal for this draft.
     """
-    knobs = knobs_with(base, choice)
     plan = plan_with(problem, start, base, choice)
-    short = short_of(plan, problem)
-    if short:
-        return Outcome(knobs=knobs, short=short)
-    run = simulate(plan, problem, steps=STEPS)
-    if plan.barrier:
-        return Outcome(knobs=knobs, step_s=run.makespan / STEPS)
-    finish = np.zeros(STEPS)
-    np.maximum.at(finish, run.layout.graph.step, run.outcome.end)
-    first = STEPS // 4
-    return Outcome(knobs=knobs, step_s=float(finish[-2] - finish[first]) / (STEPS - 2 - first))
+    return outcome_of_plan(plan, problem, knobs_with(base, choice))
 
 
 def _short(bounds: Bounds, base: AutoHeteKnobs) -> Outcome:

@@ -10,20 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 
 from sim.cost.ledger import knobs_of, peak_memory
-from sim.cost.offload import host_ledgers
+from sim.cost.offload import host_ledgers, nvme_ledgers
 from sim.engine.simulate import simulate
 from sim.plan.draft import PlanDraft
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.problem import Problem
-from sim.report.metrics import SETTLED_STEPS
-from sim.report.report import report_of
+from sim.report.metrics import SETTLED_STEPS, pace_between
 from strategies.compose import compose
 from strategies.offload.autohete import AutoHeteKnobs
 
-__all__ = ["POLICIES", "Outcome", "Policy", "outcome_of", "run_policy", "short_of"]
+__all__ = [
+    "POLICIES",
+    "Outcome",
+    "Policy",
+    "outcome_of",
+    "outcome_of_plan",
+    "run_policy",
+    "short_of",
+]
 
 STEPS = SETTLED_STEPS
 """Steps simulated."""
@@ -33,8 +41,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice of knobs comes to.
 
     Args:
-        knobs: the choice. short: what does not fit ("accelerator memory", "host memory"), "" when
-            all fits. step_s: [s] of a step, 0 when it does not fit.
+        knobs: the choice. short: what does not fit ("accelerator memory", "host memory", "NVMe"),
+            "" when all fits. step_s: [s] of a step, 0 when it does not fit.
     """
 
     knobs: AutoHeteKnobs
@@ -163,8 +171,11 @@ def short_of(plan: Plan, problem: Problem) -> str:
     """Return what memory a plan lacks, "" for none."""
     if any(x.verdict != "fits" for x in peak_memory(plan, problem).values()):
         return "accelerator memory"
-    hosts = host_ledgers(plan, problem, knobs_of).values()
-    return "host memory" if any(x.verdict == "does not fit" for x in hosts) else ""
+    for what, ledgers in (("host memory", host_ledgers), ("NVMe", nvme_ledgers)):
+        found = ledgers(plan, problem, knobs_of).values()
+        if any(x.verdict == "does not fit" for x in found):
+            return what
+    return ""
 
 
 def outcome_of(problem: Problem, start: PlanDraft, knobs: AutoHeteKnobs) -> Outcome:
@@ -177,11 +188,19 @@ def outcome_of(problem: Problem, start: PlanDraft, knobs: AutoHeteKnobs) -> Outc
         InputError: the knobs are illegal for this draft.
     """
     plan = lower(problem, compose(problem, [("offload", knobs)], start=start))
+    return outcome_of_plan(plan, problem, knobs)
+
+
+def outcome_of_plan(plan: Plan, problem: Problem, knobs: AutoHeteKnobs) -> Outcome:
+    """The same for a plan that is lowered already; its step is the report's."""
     short = short_of(plan, problem)
     if short:
         return Outcome(knobs=knobs, short=short)
-    report = report_of(simulate(plan, problem, steps=STEPS), problem)
-    return Outcome(knobs=knobs, step_s=report.metrics.step_time_s)
+    run = simulate(plan, problem, steps=STEPS)
+    finish = np.zeros(STEPS)
+    np.maximum.at(finish, run.layout.graph.step, run.outcome.end)
+    pace = pace_between(np.maximum.accumulate(finish), 0.0, barrier=plan.barrier)
+    return Outcome(knobs=knobs, step_s=pace.step_time_s)
 
 
 def run_policy(problem: Problem, start: PlanDraft, name: str) -> Outcome:

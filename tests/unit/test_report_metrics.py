@@ -17,7 +17,7 @@ from sim.plan.plan import Mathematics, Plan, ProgramText
 from sim.report.basis import Basis, basis_of
 from sim.report.busy import busy_of
 from sim.report.links import link_loads
-from sim.report.metrics import metrics_of, pace_of, rates_of
+from sim.report.metrics import metrics_of, pace_between, pace_of, rates_of
 from sim.report.record import spans_of_run
 from sim.report.spans import Spans
 
@@ -332,3 +332,12 @@ def test_dense_peak_of_a_reported_h200_run() -> None:
             hardware_flops_per_step=16 * 420e12, peak_flops_per_s=16 * peak, dtype="bf16",
         )  # fmt: skip
         assert rates_of(1.0, basis)["mfu"] == pytest.approx(mfu, abs=5e-4)
+
+
+def test_the_last_step_does_not_set_the_pace() -> None:
+    # Steps of 2 s; the last ends half a second early, nothing competing with it.
+    finish = np.array([3.0, 5.0, 7.0, 9.0, 10.5])
+    assert pace_between(finish, 0.0, barrier=False).step_time_s == 2.0
+    assert pace_between(finish, 0.0, barrier=False, all_count=True).step_time_s == 5.5 / 3
+    assert pace_between(finish, 0.0, barrier=True).step_time_s == 10.5 / 5
+    assert pace_between(finish[3:], 7.0, barrier=False).step_time_s == pytest.approx(1.75)
