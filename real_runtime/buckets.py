@@ -48,6 +48,7 @@ class Bucket:
         group, members, index: torch's group, its size and this rank's place in it.
         sharded: each member keeps and updates an equal share (ZeRO-1).
         first_shard: this is the stage's first fine shard.
+        label: of the ops that reduce it, "experts" for routed experts.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Bucket:
         index: int,
         sharded: bool,
         first_shard: bool,
+        label: str = "",
     ) -> None:
+        self.number, self.label = shard, label
         self.group, self.members, self.index, self.sharded = group, members, index, sharded
-        self.number = 0
         self.slices: list[Slice] = []
         first = 0
         for weight in weights:

@@ -24,6 +24,7 @@ from real_runtime.program import RankProgram
 from real_runtime.settings import Recipe
 from real_runtime.stage import Stage
 from real_runtime.update import StageUpdate
+from sim.plan.deps import EXPERTS
 from sim.plan.placement import Cell
 from sim.plan.plan import Plan
 from sim.problem import Problem
@@ -79,7 +80,8 @@ class _Builder:
         }
         self.weights: dict[str, Weight] = {}
         replicas = [c for c in plan.placement.cells if c.stage == self.cell.stage]
-        self.shards = max(c.tp for c in replicas)
+        moe = self.config.shape.moe
+        self.experts = moe.num_experts if moe else 1
         self.sharded = bool(plan.mathematics.zero) and len(replicas) > 1
 
     def build(self) -> dict[int, Stage]:
@@ -87,6 +89,8 @@ class _Builder:
         for number in self.hosted:
             owned[number] = []
             for spec in self.specs[number]:
+                if not self.groups.ep.holds(spec.expert, self.experts):
+                    continue
                 if spec.name not in self.weights:
                     self.weights[spec.name] = self._weight(spec)
                     owned[number].append(self.weights[spec.name])
@@ -134,11 +138,12 @@ class _Builder:
             self.groups.tp,
             deferral,
             self.cell.recompute == "selective",
+            self.groups.ep,
         )
         embed = self.weights[EMBEDDING] if number in self.tied else None
         buckets = self._buckets(owned, embed)
-        apart = [w for w in owned if not self.sharded or w is embed]
-        whole = [(w, self._counted(w, embed, number)) for w in apart]
+        kept = [w for w in owned if not self.sharded or self._apart(w, embed)]
+        whole = [(w, self._counted(w, embed, number)) for w in kept]
         math = self.plan.mathematics
         return Stage(
             number,
@@ -157,32 +162,45 @@ class _Builder:
         """Each element of the model counts once: the first replica's, and of copies the first."""
         copy = weight is embed and number > 0
         own = weight.spec.split is not None or self.groups.tp.index == 0
-        return self.cell.replica == 0 and own and not copy
+        replicas = self.groups.ep.size if weight.spec.expert >= 0 else 1
+        return self.cell.replica < replicas and own and not copy
+
+    def _spread(self, weight: Weight) -> bool:
+        """Whether its gradient is reduced over "edp": an expert that other replicas lack."""
+        return weight.spec.expert >= 0 and self.groups.ep.size > 1
 
     def _buckets(self, owned: list[Weight], embed: Weight | None) -> list[Bucket]:
         """Per gradient group of the rank: a bucket, and an unsharded one for a tied weight."""
+        apart = [w for w in owned if self._apart(w, embed)]
+        dense = [w for w in owned if w not in apart and not self._spread(w)]
+        spread = [w for w in owned if self._spread(w)]
+        found = self._role("dp", dense, self.sharded, "")
+        found += self._role("dp", [w for w in apart if w is embed], False, "")
+        return found + self._role("edp", spread, self.sharded, EXPERTS)
+
+    def _apart(self, weight: Weight, embed: Weight | None) -> bool:
+        """Updated whole under ZeRO-1: a tied weight, or experts that only one replica has."""
+        alone = self._spread(weight) and not self.groups.of("edp")
+        return self.sharded and (weight is embed or alone)
+
+    def _role(self, role: str, weights: list[Weight], sharded: bool, label: str) -> list[Bucket]:
+        mine = self.groups.of(role) if weights else []
         found = []
-        mine = self.groups.of("dp")
         for k, index in enumerate(mine):
             members = self.groups.members(index)
-            first = self.groups.tp.index == 0 and k == 0
-            together = [w for w in owned if not self.sharded or w is not embed]
-            apart = [embed] if self.sharded and embed is not None else []
-            for weights, sharded in ((together, self.sharded), (apart, False)):
-                if weights:
-                    found.append(
-                        Bucket(
-                            weights,
-                            k,
-                            len(mine),
-                            self.groups.handle(index),
-                            len(members),
-                            members.index(self.program.rank),
-                            sharded,
-                            first,
-                        )
-                    )
-                    found[-1].number = k
+            found.append(
+                Bucket(
+                    weights,
+                    k,
+                    len(mine),
+                    self.groups.handle(index),
+                    len(members),
+                    members.index(self.program.rank),
+                    sharded,
+                    self.groups.tp.index == 0 and k == 0,
+                    label,
+                )
+            )
         return found
 
 

@@ -13,19 +13,22 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import entry_points
 
 import torch
 import torch.distributed as dist
 
-from real_runtime.buckets import Bucket
 from real_runtime.data import Batches
 from real_runtime.devices import synchronize
 from real_runtime.errors import RunError
 from real_runtime.groups import Groups
 from real_runtime.program import Node, RankProgram
 from real_runtime.record import Recorder
+from real_runtime.reductions import Reductions
 from real_runtime.settings import Recipe, learning_rate
 from real_runtime.stage import Stage
+from real_runtime.support import HANDLERS
 from real_runtime.tensors import Boundaries
 from sim.plan.plan import Plan
 
@@ -71,6 +74,7 @@ class Executor:
         self.nodes = program.nodes
         self.cell = groups.wiring.cell_of[program.rank]
         self.boundaries = Boundaries(plan, program, groups, dtype, device)
+        self.reductions = Reductions(stages, groups, device)
         self.compute: dict[str, Callable[[Node], None]] = {
             "F": self._forward,
             "R": lambda n: self.stages[n.op.stage].recompute(n.op.mb),
@@ -79,16 +83,18 @@ class Executor:
             "W": self._weights,
             "OPT": self._update,
         }
+        for entry in entry_points(group=HANDLERS):
+            self.compute[entry.name] = partial(entry.load(), self)
         self.communicate: dict[str, Callable[[Node], tuple[list[dist.Work], Finish]]] = {
             "SEND_F": self.boundaries.send,
             "SEND_B": self.boundaries.send,
             "RECV_F": self.boundaries.receive,
             "RECV_B": self.boundaries.receive,
             "ALL_GATHER": self.boundaries.gather,
-            "ALL_REDUCE": self._reduce_embed,
-            "REDUCE_GRAD": self._reduce,
-            "UNSHARD": self._unshard,
-            "BARRIER": self._barrier,
+            "ALL_REDUCE": self.reductions.embed,
+            "REDUCE_GRAD": self.reductions.reduce,
+            "UNSHARD": self.reductions.unshard,
+            "BARRIER": self.reductions.barrier,
         }
         self._lay_out()
 
@@ -288,43 +294,3 @@ class Executor:
                 raise self._failed(self.nodes[self.at], error) from error
         self.result.loss, self.result.norm = float(both[0]), float(both[1]) ** 0.5
         self.result.rate = learning_rate(self.recipe, self.step_number, self.steps)
-
-    # -- collectives ----------------------------------------------------------------------------
-
-    def _buckets(self, node: Node) -> list[Bucket]:
-        return [b for b in self.stages[node.op.stage].buckets if b.number == node.number]
-
-    def _reduce(self, node: Node) -> tuple[list[dist.Work], Finish]:
-        buckets = self._buckets(node)
-        begun = [b.start_reduce() for b in buckets]
-
-        def finish() -> None:
-            for bucket, (_, flat) in zip(buckets, begun, strict=True):
-                bucket.finish_reduce(flat)
-
-        return [work for work, _ in begun], finish
-
-    def _unshard(self, node: Node) -> tuple[list[dist.Work], Finish]:
-        buckets = [b for b in self._buckets(node) if b.sharded]
-        begun = [b.start_gather() for b in buckets]
-
-        def finish() -> None:
-            for bucket, (_, flat) in zip(buckets, begun, strict=True):
-                bucket.finish_gather(flat)
-
-        return [work for work, _ in begun], finish
-
-    def _reduce_embed(self, node: Node) -> tuple[list[dist.Work], Finish]:
-        """Sum the gradient of a weight that the first and the last stage share."""
-        weight = self.stages[node.op.stage].embed
-        assert weight is not None
-        count = len(self.groups.of("embed"))
-        rows = weight.gradient.shape[0] // count
-        mine = weight.gradient[node.number * rows : (node.number + 1) * rows]
-        group = self.groups.handle(node.group)
-        return [dist.all_reduce(mine, group=group, async_op=True)], lambda: None
-
-    def _barrier(self, node: Node) -> tuple[list[dist.Work], Finish]:
-        one = torch.zeros(1, device=self.device)
-        group = self.groups.handle(node.group)
-        return [dist.all_reduce(one, group=group, async_op=True)], lambda: None

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from real_runtime.model.experts import ExpertParallel
 from real_runtime.model.parallel import TensorParallel
 from sim.plan.plan import Plan
 from sim.plan.wiring import Wiring
@@ -22,7 +23,7 @@ class Groups:
 
     Attributes:
         handles: group index -> torch's group, None where this rank is no member.
-        tp: tensor parallelism of this rank's cell.
+        tp: tensor parallelism of this rank's cell. ep: expert parallelism of its replica.
     """
 
     def __init__(self, plan: Plan, wiring: Wiring, rank: int, deadline: float) -> None:
@@ -43,6 +44,12 @@ class Groups:
                 self.handles[index],
                 plan.mathematics.sequence_parallel,
             )
+        self.ep = ExpertParallel()
+        shared = wiring.of_rank.get((rank, "ep"))
+        if shared:
+            ranks = wiring.groups[shared[0]]
+            handle = self.handles[shared[0]]
+            self.ep = ExpertParallel(len(ranks), ranks.index(rank), handle)
 
     def of(self, role: str) -> list[int]:
         """Indices of this rank's groups of a role, in shard order."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from importlib.metadata import entry_points
 
 from real_runtime.errors import UnsupportedPlanError
 from real_runtime.model.config import read_config
 from real_runtime.program import check_form
+from sim.plan.deps import EXPERTS
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
 from sim.plan.program import walk
 from sim.plan.validate import validate
 from sim.problem import Problem, problem_from_documents
 
-__all__ = ["KINDS", "check_supported"]
+__all__ = ["HANDLERS", "KINDS", "check_supported", "known_kinds"]
 
 KINDS = frozenset({
     "F", "B", "I", "W", "R", "OPT", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "ALL_GATHER",
@@ -21,14 +22,23 @@ KINDS = frozenset({
 })  # fmt: skip
 """Op kinds with a handler in real_runtime.executor."""
 
+HANDLERS = "hetlab.handlers"
+"""Entry-point group of further kinds: the name is the kind, the value a function of
+(executor, node) that does the op's work on the rank's compute stream."""
+
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
-def check_supported(plan: Plan, kinds: Collection[str] = KINDS) -> Problem:
+def known_kinds() -> frozenset[str]:
+    """Op kinds that have a handler, those of installed strategies included."""
+    return KINDS | {entry.name for entry in entry_points(group=HANDLERS)}
+
+
+def check_supported(plan: Plan) -> Problem:
     """Check a plan before anything starts.
 
     Args:
-        plan: to run. kinds: op kinds that have a handler.
+        plan: to run.
 
     Returns:
         The problem that the plan carries.
@@ -44,7 +54,8 @@ def check_supported(plan: Plan, kinds: Collection[str] = KINDS) -> Problem:
     problem = problem_from_documents(plan.problem)
     _features(plan, problem)
     programs = expand(plan)
-    missing = sorted({op.kind for p in programs for op in walk(p)} - set(kinds))
+    kinds = known_kinds()
+    missing = sorted({op.kind for p in programs for op in walk(p)} - kinds)
     if missing:
         raise UnsupportedPlanError(
             "the runtime has no handler for an op kind of this plan",
@@ -72,7 +83,13 @@ def _features(plan: Plan, problem: Problem) -> None:
         ("optimizer", "mathematics.optimizer", math.optimizer not in OPTIMIZERS, math.optimizer),
         ("parameter server", "placement.extra_ranks", bool(placement.extra_ranks),
          str(placement.extra_ranks)),
-        ("expert parallelism", "placement.ep", placement.ep > 1, str(placement.ep)),
+        ("split of experts over replicas", "placement.ep",
+         placement.ep > 1 and (shape.moe is None or shape.moe.num_experts % placement.ep > 0),
+         str(placement.ep)),
+        ("expert parallelism of replicas with unlike microbatches", "placement.microbatches",
+         any(len(set(placement.microbatches[r : r + placement.ep])) > 1
+             for r in range(0, placement.num_replicas, placement.ep)),
+         str(placement.microbatches)),
         ("offload", "placement.cells", any(c.offload for c in placement.cells), "offload"),
         ("offload or recomputation of a segment", "placement.segments", bool(segments),
          ", ".join(s.name for s in segments)),
@@ -118,6 +135,7 @@ def _collectives(plan: Plan) -> None:
     known = {
         ("ALL_GATHER", "f", ""), ("ALL_GATHER", "b", ""), ("ALL_REDUCE", "embed", "embed"),
         ("REDUCE_GRAD", "", ""), ("UNSHARD", "", ""), ("BARRIER", "", ""),
+        ("REDUCE_GRAD", EXPERTS, "edp"), ("UNSHARD", EXPERTS, "edp"),
     }  # fmt: skip
     for program in expand(plan):
         for op in walk(program):

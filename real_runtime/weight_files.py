@@ -69,8 +69,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 def save_weights(executor: Executor, folder: str | Path) -> None:
     """Write the model: one file per virtual stage, and rank 0 the index. Every rank calls this.
 
-    The first replica's ranks gather their tensor-parallel parts; padded rows are left out, and a
-    parameter that two stages share is written once.
+    The first replica's ranks gather their tensor-parallel parts, and those that share experts with
+    it theirs; padded rows are left out, and a parameter that two stages share is written once.
 
     Args:
         executor: of this rank. folder: target.
@@ -81,13 +81,15 @@ def save_weights(executor: Executor, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tp, cell = executor.groups.tp, executor.cell
     written: dict[str, str] = {}
-    if cell.replica == 0:
+    if cell.replica < executor.groups.ep.size:
         for number, stage in executor.stages.items():
             copies = stage.embed is not None and number > 0
             mine = [w for w in stage.weights if not (copies and w is stage.embed)]
+            if cell.replica:
+                mine = [w for w in mine if w.spec.expert >= 0]
             whole = {w.spec.name: _whole(executor, w) for w in mine}
-            if tp.index == 0:
-                name = f"model-stage-{number:04d}.safetensors"
+            if tp.index == 0 and whole:
+                name = f"model-stage-{number:04d}-{cell.replica:04d}.safetensors"
                 beside = folder / f"{name}.part"
                 save_file(whole, beside, metadata={"format": "pt"})
                 beside.replace(folder / name)

@@ -12,7 +12,7 @@ import torch.nn.functional as nnf
 from torch.utils.checkpoint import checkpoint
 
 from real_runtime.model.config import DecoderConfig
-from real_runtime.model.experts import experts
+from real_runtime.model.experts import ExpertParallel, experts
 from real_runtime.model.loss import cross_entropy
 from real_runtime.model.parallel import TensorParallel
 from real_runtime.model.parameters import EMBEDDING, HEAD
@@ -28,6 +28,7 @@ class Decoder:
         config: the decoder. blocks: (kind, layer) of each. weights: name -> this rank's part.
         tp: of the cell. deferral: where weight gradients go.
         drop_core: the attention core is recomputed in the backward pass (selective recomputation).
+        ep: of the replicas that share experts.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Decoder:
         tp: TensorParallel,
         deferral: Deferral,
         drop_core: bool = False,
+        ep: ExpertParallel | None = None,
     ) -> None:
         self.config, self.blocks, self.weights = config, blocks, weights
         self.tp, self.deferral, self.drop_core = tp, deferral, drop_core
+        self.ep = ep or ExpertParallel()
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
@@ -140,7 +143,7 @@ class Decoder:
 
         x = self._norm(x, at + "post_attention_layernorm")
         logits = self._product(x, inside + "gate")
-        return experts(x, logits, one, self.config, self.tp)
+        return experts(x, logits, one, self.config, self.tp, self.ep)
 
     def _head(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         shape = self.config.shape

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft, TensorKnobs
+from sim.plan.draft import CellKnobs, DataKnobs, ExpertKnobs, PipelineKnobs, PlanDraft, TensorKnobs
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.problem import Problem, load_problem
@@ -56,6 +56,7 @@ def draft_of(
     recompute: str = "none",
     zero: int = 0,
     sequence_parallel: bool = False,
+    ep: int = 1,
     **pipeline: Any,
 ) -> PlanDraft:
     """A draft; ``tp[stage][replica]`` is the cell's tensor-parallel size."""
@@ -73,6 +74,7 @@ def draft_of(
         cells=tuple(cells),
         pipeline=PipelineKnobs(**pipeline),
         data=DataKnobs(microbatches=microbatches, zero=zero),
+        expert=ExpertKnobs(ep=ep),
         tensor=TensorKnobs(sequence_parallel=sequence_parallel),
     )
 

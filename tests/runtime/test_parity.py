@@ -110,6 +110,17 @@ CASES: dict[str, tuple[dict[str, Any], list[list[int]], dict[str, Any]]] = {
     "sequence parallel tp 2 to 1": ({}, [[2], [1]], {"sequence_parallel": True}),
     "mixtral dp2": (MOE, [[1, 1]], {"microbatches": (2, 2)}),
     "mixtral tp2": (MOE, [[2]], {}),
+    "mixtral ep2": (MOE, [[1, 1]], {"microbatches": (2, 2), "ep": 2}),
+    "mixtral ep2 dp4": (MOE, [[1, 1, 1, 1]], {"microbatches": (1, 1, 1, 1), "ep": 2}),
+    "mixtral ep2 dp4 zero1": (
+        MOE, [[1, 1, 1, 1]], {"microbatches": (1, 1, 1, 1), "ep": 2, "zero": 1},
+    ),
+    "mixtral ep2 tp2": (MOE, [[2, 2]], {"microbatches": (2, 2), "ep": 2, "zero": 1}),
+    "mixtral ep2 pp2": (
+        MOE, [[1, 1], [1, 1]],
+        {"microbatches": (2, 2), "ep": 2, "recompute": "full", "schedule": "zb-h1"},
+    ),
+    "mixtral ep4": (MOE, [[1, 1, 1, 1]], {"microbatches": (2, 2, 2, 2), "ep": 4}),
     "mixtral pp2": (MOE, [[1], [1]], {"split_backward": True}),
 }  # fmt: skip
 

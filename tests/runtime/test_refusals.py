@@ -98,8 +98,42 @@ def test_a_kind_of_a_strategy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(KINDS, "SHUFFLE", Kind(name="SHUFFLE", stream="compute", cost="compute"))
     one = plans.plan_of(plans.problem_of(), [[1]], microbatches=(1,), microbatch=8)
     written = (ProgramText((0,), "repeat(steps){ F0 SHUFFLE B0 OPT }"),)
+    mine = changed(one, lowering=(), programs=written)
     with pytest.raises(UnsupportedPlanError, match=r"no handler .*; found SHUFFLE"):
-        check_supported(changed(one, lowering=(), programs=written))
+        check_supported(mine)
+
+
+def test_a_kind_of_a_strategy_runs_by_its_entry_point(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
+    from importlib.metadata import EntryPoint
+
+    import real_runtime.executor
+    import real_runtime.support
+    from real_runtime.rank import make_executor
+    from real_runtime.settings import RunSettings
+
+    seen: list[tuple[int, str]] = []
+
+    class Entry(EntryPoint):
+        def load(self) -> Any:
+            return lambda executor, node: seen.append((executor.step_number, node.op.name))
+
+    for module in (real_runtime.executor, real_runtime.support):
+        entry = Entry("SHUFFLE", "nowhere:at_all", real_runtime.support.HANDLERS)
+        monkeypatch.setattr(module, "entry_points", lambda group, entry=entry: (entry,))
+    monkeypatch.setitem(KINDS, "SHUFFLE", Kind(name="SHUFFLE", stream="compute", cost="compute"))
+    one = plans.plan_of(plans.problem_of(), [[1]], microbatches=(1,), microbatch=8)
+    text = (ProgramText((0,), "repeat(steps){ F0 SHUFFLE B0 OPT }"),)
+    mine = changed(one, lowering=(), programs=text)
+    check_supported(mine)
+    tokens = str(plans.write_tokens(tmp_path))
+    settings = RunSettings(plan="", data=tokens, out="", steps=2)
+    executor = make_executor(mine, settings, 0, torch.device("cpu"))
+    assert executor is not None
+    losses = [executor.run_step(step).loss for step in range(2)]
+    assert seen == [(0, "0SHUFFLE"), (1, "0SHUFFLE")] and losses[0] != losses[1]
 
 
 def test_a_missing_pass_is_named() -> None:
