@@ -64,8 +64,8 @@ def test_who_is_late() -> None:
 def test_speeds() -> None:
     sync, late, ssp, local, streamed = speeds()
     assert sync.updates_per_s < ssp.updates_per_s < late.updates_per_s
-    # A slack does not help against a worker that is always the slowest: its 128 samples cross the
-    # WAN as gradients and as parameters, where the all-reduce of 512 crosses it once.
+    # A slack does not help against a worker that is always the slowest: its gradients cross the
+    # WAN, then parameters come back, where an all-reduce uses both directions at once.
     assert ssp.samples_per_s < sync.samples_per_s
     assert ssp.samples_per_s == pytest.approx(4 * 128 / intervals(late)[3], rel=0.01)
     assert 2 * sync.samples_per_s < local.samples_per_s < streamed.samples_per_s
