@@ -71,16 +71,15 @@ def _losses(axes: Axes, outcomes: Sequence[Outcome], colors: Sequence[str], goal
 
 def _delays(axes: Axes, outcomes: Sequence[Outcome], colors: Sequence[str]) -> None:
     """A dot for each delay of each worker; its area is the share of the worker's updates."""
-    served = [(o, c) for o, c in zip(outcomes, colors, strict=True) if o.timing.delays]
-    for i, (o, color) in enumerate(served):
-        late = o.timing.delays
-        assert late is not None
+    each = zip(outcomes, colors, strict=True)
+    served = [(o.name, late, c) for o, c in each if (late := o.timing.delays)]
+    for i, (name, late, color) in enumerate(served):
         for worker, histogram in late.worker_histogram.items():
             at = worker + 0.8 * ((i + 0.5) / len(served) - 0.5)
             total = sum(histogram.values())
             sizes = [200.0 * n / total for n in histogram.values()]
             axes.scatter([at] * len(sizes), list(histogram), s=sizes, color=color, alpha=0.7)
-        axes.scatter([], [], color=color, label=f"{o.name}: mean {late.mean:.2f}, max {late.max}")
+        axes.scatter([], [], color=color, label=f"{name}: mean {late.mean:.2f}, max {late.max}")
     workers = range(max((len(o.timing.workers) for o in outcomes), default=0))
     axes.set_xticks(list(workers))
     axes.set(xlabel="worker", ylabel="delay [updates]", title="delays of servers' updates")

@@ -13,17 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from sim.engine.faults import Straggler
+from sim.engine.simulate import simulate
 from sim.model.amounts import rank_params
 from sim.plan.draft import PlanDraft
+from sim.plan.lower import lower
 from sim.problem import Problem, load_problem
 from strategies.compose import compose
+from strategies.data.cosim_order import round_ends
 from strategies.data.study import Outcome, common_loss, outcome_of, summary
 from strategies.data.study_delays import DelayRow, fixed_delays
 from strategies.data.study_plot import draw_delays, draw_study
 from strategies.data.study_tasks import study_task
 from strategies.data.study_timing import WAYS, Timing, timing_of
 
-__all__ = ["BATCHES", "RATES", "SECONDS", "delay_rows", "envelope", "given", "outcomes", "timings"]
+__all__ = [
+    "RATES",
+    "SECONDS",
+    "SLOW",
+    "delay_rows",
+    "envelope",
+    "given",
+    "near_samples_per_s",
+    "outcomes",
+    "timings",
+]
 
 SECONDS = 1200.0
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -57,6 +70,16 @@ def envelope(problem: Problem) -> dict[str, float]:
         + 1 / (SLOW.factor * compute)
         + 1 / (compute + push + pull),
     }
+
+
+def near_samples_per_s() -> float:
+    """Synchronous, without the far worker, and with few microbatches on the slow one [1/s]."""
+    problem, _ = given()
+    counts = {"microbatch": 32, "microbatches": (7, 2, 7)}
+    grid = [("megatron", {"chips": (0, 1, 2)}), ("1f1b", {}), ("ddp", counts), ("partition", {})]
+    run = simulate(lower(problem, compose(problem, grid)), problem, steps=4, faults=[SLOW])
+    ends = round_ends(run)
+    return problem.job.global_batch / (ends[-1] - ends[-2])
 
 
 def timings() -> tuple[Timing, ...]:
@@ -125,6 +148,7 @@ def main(args: Sequence[str]) -> None:
     print("by hand")
     for name, value in envelope(problem).items():
         print(f"  {name:32} {value:8.3f}")
+    print(f"sync, near workers, 7 + 2 + 7 microbatches: {near_samples_per_s():.1f} samples/s")
     found = timings()
     for learner in LEARNERS:
         each = outcomes(learner, found)

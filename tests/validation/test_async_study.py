@@ -11,7 +11,18 @@ from strategies.data.cosim_task import at_training_loss
 from strategies.data.study import Outcome, common_loss, summary
 from strategies.data.study_delays import DelayRow
 from strategies.data.study_timing import Timing
-from tests.validation.async_study import SLOW, delay_rows, envelope, given, outcomes, timings
+from tests.validation.async_study import (
+    SLOW,
+    delay_rows,
+    envelope,
+    given,
+    near_samples_per_s,
+    outcomes,
+    show,
+    show_curves,
+    show_delays,
+    timings,
+)
 
 
 @cache
@@ -72,6 +83,13 @@ def test_speeds() -> None:
     assert streamed.samples_per_s < late.samples_per_s
 
 
+def test_planning_around_the_slow_and_the_far_worker_is_as_fast_as_late_gradients() -> None:
+    """Three near workers with 7, 2 and 7 microbatches keep step, with exact updates."""
+    sync, late = speeds()[:2]
+    assert near_samples_per_s() == pytest.approx(late.samples_per_s, rel=0.05)
+    assert late.samples_per_s > 4 * sync.samples_per_s
+
+
 def test_bytes_over_the_wan() -> None:
     sync, _, _, local, streamed = (t.wan_bytes_per_sample for t in speeds())
     assert local / sync == pytest.approx(1 / 8, rel=1e-6)  # H = 8, both in fp32
@@ -129,3 +147,20 @@ def test_the_direction_is_no_law_for_a_network() -> None:
     assert max(at_loss) < 1.3 * min(at_loss)
     for r in rows:
         assert r.gap[-1] == pytest.approx(r.prompt_gap[-1], rel=0.03)
+
+
+def test_the_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = delayed("linear", 16)
+    show(summary(trained("rings")))
+    show_delays(rows)
+    show_curves(rows)
+    text = capsys.readouterr().out
+    for value in (
+        rows[3].gap[-1],
+        rows[3].at_loss_gap,
+        rows[3].bound.value,
+        speeds()[1].updates_per_s,
+    ):
+        assert f"{value:.4g}" in text
+    assert text.count("found: second-hand account") == 1 and "not the paper's theorem" in text
+    assert f"{rows[4].train[96]:.4f}, {rows[4].gap[96]:+.4f}" in text.splitlines()[-1]
