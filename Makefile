@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 TORCH_FROM  := $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
 # Cluster file of `make demo`; empty means the bundled 12 V100 + 4 T4 cluster.
 CLUSTER     ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py)
 

@@ -16,18 +16,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from real_runtime.executor import Executor
+from real_runtime.resume import STATE, about
 from real_runtime.settings import RunSettings
-from sim.errors import InputError
 
-__all__ = ["load", "newest", "save"]
-
-STATE = "hetlab.json"
-
-
-def newest(folder: Path) -> Path | None:
-    """Return the checkpoint with the most steps, None when there is none."""
-    found = [p for p in folder.glob("step-*") if p.suffix != ".part"]
-    return max(found, key=lambda p: int(p.name[5:]), default=None)
+__all__ = ["load", "save"]
 
 
 def save(executor: Executor, settings: RunSettings, folder: Path, done: int, keep: int) -> None:
@@ -45,7 +37,7 @@ def save(executor: Executor, settings: RunSettings, folder: Path, done: int, kee
     state_dict_saver.save(_state(executor), checkpoint_id=str(beside))
     _barrier(executor)
     if first:
-        (beside / STATE).write_text(json.dumps(_about(executor, settings) | {"steps": done}))
+        (beside / STATE).write_text(json.dumps(about(executor.plan, settings) | {"steps": done}))
         shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
         complete = sorted(p for p in folder.glob("step-*") if p.suffix != ".part")
@@ -54,32 +46,12 @@ def save(executor: Executor, settings: RunSettings, folder: Path, done: int, kee
     _barrier(executor)
 
 
-def load(executor: Executor, settings: RunSettings, checkpoint: Path) -> int:
-    """Read a checkpoint into a fresh executor and return the steps it had done.
-
-    Raises:
-        InputError: it belongs to another plan, seed, dtype or optimizer.
-    """
-    about = json.loads((checkpoint / STATE).read_text())
-    for key, expected in _about(executor, settings).items():
-        if about[key] != expected:
-            raise InputError(
-                "the checkpoint belongs to another run", str(checkpoint / STATE), key=key,
-                found=str(about[key]), expected=str(expected),
-            )  # fmt: skip
+def load(executor: Executor, checkpoint: Path) -> int:
+    """Read a checkpoint into a fresh executor and return the steps it had done."""
     for stage in executor.stages.values():
         stage.update.make_state()
     state_dict_loader.load(_state(executor), checkpoint_id=str(checkpoint))
-    return int(about["steps"])
-
-
-def _about(executor: Executor, settings: RunSettings) -> dict[str, object]:
-    return {
-        "plan_hash": executor.plan.hash,
-        "seed": settings.seed,
-        "dtype": settings.dtype,
-        "optimizer": executor.plan.mathematics.optimizer,
-    }
+    return int(json.loads((checkpoint / STATE).read_text())["steps"])
 
 
 def _state(executor: Executor) -> dict[str, torch.Tensor]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from sim.cli_output import JsonOption, check_folder, emit, emit_text, logger
-from sim.errors import InputError, UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from sim.cli_output import JsonOption, check_folder, check_output, emit, emit_text, logger
+from sim.errors import UsageError
 
 __all__ = ["register"]
 
@@ -51,6 +47,9 @@ def _run(
     deadline: Annotated[
         float, typer.Option(min=1.0, help="Seconds a rank waits for others.")
     ] = 120.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of the last steps here (.gz).")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, then print the command only.")
     ] = False,
@@ -59,10 +58,14 @@ def _run(
     """Train a plan on this machine, one process per rank."""
     from real_runtime.data import Batches, open_tokens
     from real_runtime.launch import launch, prepare, printed, threads_per_rank
+    from real_runtime.resume import check_resumable
     from real_runtime.settings import Recipe, RunSettings
+    from real_runtime.summary import document_of, print_run
     from real_runtime.support import check_supported
     from sim.optional import import_optional
     from sim.plan.io import load_plan
+    from sim.report.spans import Spans
+    from sim.report.trace import save_trace
 
     plan = load_plan(plan_file)
     problem = check_supported(plan)
@@ -87,18 +90,23 @@ def _run(
     job, vocab = problem.job, max(b.vocab for b in problem.model.blocks)
     Batches(open_tokens(data), vocab, job.sequence_length, job.global_batch, seed)
     check_folder(out, "--out")
+    check_output(trace, "--trace")
     ranks, folder = plan.placement.num_ranks, Path(settings.out)
+    if resume:
+        check_resumable(folder / "checkpoints", plan, settings)
     if dry_run:
         emit_text(printed(ranks, folder, settings.threads))
         return
     import_optional("torch")
-    if resume and not any((folder / "checkpoints").glob("step-*")):
-        raise InputError("no checkpoint to resume from", str(folder / "checkpoints"))
     prepare(settings)
     logger.info("training %s on %d processes", plan.name or plan_file.name, ranks)
     launch(ranks, folder, settings.threads, lambda line: logger.info("%s", line))
-    document = _document(folder)
-    emit(document, lambda console: _print(console, document), as_json)
+    document = document_of(folder, plan, problem)
+    emit(document, lambda console: print_run(console, document, plan), as_json)
+    if trace is not None:
+        about = {"plan": plan.name, "plan_hash": plan.hash, "hetlab": plan.version}
+        spans = Spans.load(folder / "spans.npz")
+        logger.info("trace: %s", save_trace(spans, trace, placement=plan.placement, about=about))
 
 
 def _dtype(asked: str, planned: str) -> str:
@@ -112,45 +120,3 @@ def _dtype(asked: str, planned: str) -> str:
             f"the runtime does not compute in {dtype}; give --dtype {' or '.join(DTYPES)}"
         )
     return dtype
-
-
-def _document(folder: Path) -> dict[str, Any]:
-    """What the run's log says, as one document."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    begun = max(i for i, e in enumerate(events) if e["event"] == "start")
-    start, done = events[begun], [e for e in events[begun:] if e["event"] == "step"]
-    seconds = sorted(e["seconds"] for e in done[1:] or done)
-    middle = seconds[len(seconds) // 2]
-    tokens = done[0]["tokens_per_s"] * done[0]["seconds"]
-    return {
-        "plan_hash": start["plan_hash"],
-        "spec_hash": start["spec_hash"],
-        "seed": start["seed"],
-        "version": start["version"],
-        "assumptions": [],
-        "ranks": start["ranks"],
-        "dtype": start["dtype"],
-        "device": start["device"],
-        "steps": len(done),
-        "first_loss": done[0]["loss"],
-        "last_loss": done[-1]["loss"],
-        "step_time_s": middle,
-        "tokens_per_s": tokens / middle,
-        "out": str(folder),
-    }
-
-
-def _print(console: Console, d: dict[str, Any]) -> None:
-    rows = (
-        ("loss", f"{d['first_loss']:.4f} -> {d['last_loss']:.4f} in {d['steps']} steps"),
-        ("step time", f"{d['step_time_s'] * 1e3:,.1f} ms (median, first step left out)"),
-        ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s"),
-        ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}"),
-        ("written to", f"{d['out']}: events.jsonl, spans.npz"),
-    )
-    for name, text in rows:
-        console.print(f"{name:<15}{text}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"plan {d['plan_hash']}, spec {d['spec_hash']}, seed {d['seed']}, hetlab {d['version']}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip

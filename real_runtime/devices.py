@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["backend_of", "local_device", "synchronize"]
+__all__ = ["backend_of", "local_device", "pairs_need_groups", "synchronize"]
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -26,6 +26,15 @@ def local_device(local_rank: int) -> torch.device:
 def backend_of(device: torch.device) -> str:
     """Return torch's own backend for a device."""
     return dist.get_default_backend_for_device(device)
+
+
+def pairs_need_groups(device: torch.device) -> bool:
+    """Whether each directed rank pair needs a process group of its own.
+
+    Accelerator backends run a group's transfers on one stream, where a receive posted early would
+    keep the send behind it, and so its peer, waiting for ever.
+    """
+    return device.type != "cpu"
 
 
 def synchronize(device: torch.device) -> None:

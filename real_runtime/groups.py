@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from real_runtime.model.experts import ExpertParallel
 from real_runtime.model.parallel import TensorParallel
+from sim.plan.placement import pieces
 from sim.plan.plan import Plan
 from sim.plan.wiring import Wiring
 
@@ -20,19 +21,27 @@ class Groups:
     Args:
         plan: the plan. wiring: of its placement. rank: of this process.
         deadline: [s] after which a collective fails.
+        pairs: every directed rank pair gets a group of its own (see devices.pairs_need_groups).
 
     Attributes:
         handles: group index -> torch's group, None where this rank is no member.
         tp: tensor parallelism of this rank's cell. ep: expert parallelism of its replica.
     """
 
-    def __init__(self, plan: Plan, wiring: Wiring, rank: int, deadline: float) -> None:
+    def __init__(
+        self, plan: Plan, wiring: Wiring, rank: int, deadline: float, pairs: bool = False
+    ) -> None:
         self.wiring, self.rank = wiring, rank
         self.handles: list[dist.ProcessGroup | None] = []
         for ranks in wiring.groups:
             # Every process makes every group, in the same order, or creation would hang.
             handle = dist.new_group(list(ranks), timeout=timedelta(seconds=deadline))
             self.handles.append(handle if rank in ranks else None)
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for src, dst in _directed(plan) if pairs else ():
+            handle = dist.new_group([src, dst], timeout=timedelta(seconds=deadline))
+            if rank in (src, dst):
+                self._pairs[src, dst] = handle
         cell = wiring.cell_of.get(rank)
         self.tp = TensorParallel()
         if cell is not None and cell.tp > 1:
@@ -55,6 +64,10 @@ class Groups:
         """Indices of this rank's groups of a role, in shard order."""
         return self.wiring.of_rank.get((self.rank, role), [])
 
+    def pair(self, src: int, dst: int) -> dist.ProcessGroup | None:
+        """Return the group of a directed pair, None for the default one."""
+        return self._pairs.get((src, dst))
+
     def handle(self, index: int) -> dist.ProcessGroup:
         """Return a group that this rank belongs to."""
         found = self.handles[index]
@@ -64,3 +77,19 @@ class Groups:
     def members(self, index: int) -> tuple[int, ...]:
         """Ranks of a group."""
         return self.wiring.groups[index]
+
+
+def _directed(plan: Plan) -> list[tuple[int, int]]:
+    """Directed rank pairs that transfers of a plan use, in one order on all ranks."""
+    placement = plan.placement
+    position = {s.stage: s.cell for s in placement.segments}
+    found: set[tuple[int, int]] = set()
+    for b in placement.boundaries:
+        for replica in range(placement.num_replicas):
+            ends = [placement.cell(position[stage], replica) for stage in (b.src, b.dst)]
+            if ends[0] is ends[1]:
+                continue
+            for producer, consumer in (ends, ends[::-1]):
+                for p in pieces(producer, consumer, placement.whole_boundaries):
+                    found.add((p.src, p.dst))
+    return sorted(found)

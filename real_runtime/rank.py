@@ -8,6 +8,7 @@ import torch
 
 from real_runtime.build import build_stages
 from real_runtime.data import Batches, open_tokens
+from real_runtime.devices import pairs_need_groups
 from real_runtime.executor import Executor
 from real_runtime.groups import Groups
 from real_runtime.program import rank_program
@@ -43,7 +44,8 @@ def make_executor(
     """
     problem = problem or problem_from_documents(plan.problem)
     wiring = wire(plan.placement)
-    groups = Groups(plan, wiring, rank, settings.deadline)
+    pairs = settings.own_pairs or pairs_need_groups(device)
+    groups = Groups(plan, wiring, rank, settings.deadline, pairs)
     if rank not in wiring.cell_of:
         return None
     program = rank_program(plan, rank, wiring)

@@ -45,6 +45,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
         checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
         resume: go on from the newest checkpoint of ``out``.
+        own_pairs: a process group for every directed rank pair also where none is needed.
         recipe: see there.
     """
 
@@ -62,6 +63,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: int = 0
     keep: int = 2
     resume: bool = False
+    own_pairs: bool = False
     recipe: Recipe = Recipe()
 
 

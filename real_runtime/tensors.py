@@ -82,6 +82,10 @@ class Boundaries:
         src = node.op.stage - (node.op.kind[:4] == "RECV") * (1 if forward else -1)
         return ((node.op.mb * 64 + node.piece.start % 64) * 1024 + src % 1024) * 2 + forward
 
+    def _pair(self, node: Node) -> dist.ProcessGroup | None:
+        assert node.piece is not None
+        return self.group.pair(node.piece.src, node.piece.dst)
+
     def send(self, node: Node) -> Handle:
         """SEND_F or SEND_B: one piece."""
         key = (node.op.kind[-1], node.op.stage, node.op.mb)
@@ -91,7 +95,7 @@ class Boundaries:
         else:
             self.outbox[key] = (tensor, left - 1)
         part = tensor[self._interval(node)]
-        work = dist.isend(part, node.peer, tag=self._tag(node))
+        work = dist.isend(part, node.peer, self._pair(node), self._tag(node))
         assert work is not None
 
         def finish(kept: torch.Tensor = part) -> None:
@@ -105,7 +109,7 @@ class Boundaries:
         if key not in self.inbox:
             self.inbox[key] = torch.empty(self.local_numel, dtype=self.dtype, device=self.device)
         part = self.inbox[key][self._interval(node)]
-        work = dist.irecv(part, node.peer, tag=self._tag(node))
+        work = dist.irecv(part, node.peer, self._pair(node), self._tag(node))
         assert work is not None
         return [work], lambda: None
 

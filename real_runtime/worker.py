@@ -17,12 +17,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from real_runtime.checkpoint import load, newest, save
+from real_runtime.checkpoint import load, save
 from real_runtime.devices import backend_of, local_device
 from real_runtime.executor import Executor, StepResult
 from real_runtime.launch import FAIL, SAY
 from real_runtime.rank import make_executor
 from real_runtime.record import join
+from real_runtime.resume import newest
 from real_runtime.settings import RunSettings
 from real_runtime.weight_files import StoredWeights, save_weights
 from sim.errors import HetlabError
@@ -100,7 +101,7 @@ def _train(executor: Executor, settings: RunSettings, events: Events, folder: Pa
     shown, first, every = 0.0, 0, settings.checkpoint_every
     begin = newest(folder / CHECKPOINTS) if settings.resume else None
     if begin is not None:
-        first = load(executor, settings, begin)
+        first = load(executor, begin)
         events.write("resume", step=first, checkpoint=begin.name)
     for step in range(first, settings.steps):
         result = executor.run_step(step)

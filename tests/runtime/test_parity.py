@@ -82,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], list[list[int]], dict[str, Any]]] = {
         {}, [[1, 1], [1, 1]],
         {"microbatches": (2, 2), "schedule": "interleaved", "chunks": 2, "recompute": "full"},
     ),
+    "own pairs": ({}, [[2], [1]], {"schedule": "interleaved", "chunks": 2}),
     "rendezvous": ({}, [[1], [1]], {"buffers": 0}),
     "blocking sends": ({}, [[1], [1], [1]], {"blocking_sends": True}),
     "blocking transfers": ({}, [[1], [1], [1], [1]], {"blocking_p2p": True, "buffers": 1}),
@@ -140,6 +141,7 @@ def dtypes(name: str) -> list[str]:
 
 
 def expected(problem: Any, config: dict[str, Any], plan: Any, settings: RunSettings) -> Any:
+    torch.set_num_threads(1)
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     decoder = read_config(config)
     weights = {}
@@ -194,8 +196,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         plan = plans.plan_of(plans.problem_of(**model), tp, **knobs)
         for dtype in dtypes(name):
             settings = RunSettings(
-                plan="", data=str(tokens), out="", steps=STEPS, dtype=dtype, recipe=RECIPE
-            )
+                plan="", data=str(tokens), out="", steps=STEPS, dtype=dtype, recipe=RECIPE,
+                own_pairs="own pairs" in name,
+            )  # fmt: skip
             cases.append((f"{name} {dtype}", plan, settings))
     return {"cases": {c[0]: c for c in cases}, "found": run_world(folder, cases)}
 

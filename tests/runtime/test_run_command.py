@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     save_plan(lower(problem, draft()), folder / "plan.json")
     done = hetlab(
         "run", "plan.json", "--data", str(SAMPLE), "--steps", "25", "--learning-rate", "3e-3",
-        "--warmup", "3", "--save", "--json", "--seed", "3", cwd=folder,
+        "--warmup", "3", "--save", "--json", "--seed", "3", "--trace", "run.trace.json", cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "step 25/25" in done.stderr
@@ -65,6 +66,11 @@ def test_it_trains(trained: tuple[Path, dict[str, Any]]) -> None:
     assert document["steps"] == 25 and document["ranks"] == 2 and document["seed"] == 3
     assert 5.3 < document["first_loss"] < 5.8  # ln 256 = 5.545 before anything is learned
     assert document["last_loss"] < 3.5
+    assert 0 < document["bubble_fraction"] < 1 and 0 < document["simulated_bubble_fraction"] < 1
+    assert document["simulated_step_time_s"] > 0
+    assert document["step_time_p95_s"] >= document["step_time_s"] > 0
+    trace = json.loads((folder / "run.trace.json").read_text())
+    assert {"0F0", "1B3", "BARRIER"} <= {e["name"] for e in trace["traceEvents"]}
     events = [json.loads(x) for x in (folder / "hetlab-run/events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == ["start", *["step"] * 25, "end"]
     assert events[0]["plan_hash"] == document["plan_hash"] == load_plan(folder / "plan.json").hash
@@ -116,10 +122,13 @@ def test_weights_are_hugging_face_shards_that_a_run_can_begin_with(
     assert "lm_head.weight" not in set(stored)
     done = hetlab(
         "run", "plan.json", "--data", str(SAMPLE), "--steps", "1", "--weights", str(weights),
-        "--json", "--out", "again", cwd=folder,
+        "--out", "again", cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert abs(json.loads(done.stdout)["first_loss"] - document["last_loss"]) < 0.3
+    first = float(re.findall(r"loss +([\d.]+) ->", done.stdout)[0])
+    assert abs(first - document["last_loss"]) < 0.3
+    assert re.search(r"step time .* ms median, .*; simulated .* ms \([+-]\d+%\)", done.stdout)
+    assert "of compute time is idle; simulated" in done.stdout
 
 
 def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -128,17 +137,17 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     sharded = plans.draft_of(tp, (2, 2), zero=1, microbatch=4)
     save_plan(lower(problem, sharded), tmp_path / "plan.json")
     args = (
-        "run", "plan.json", "--data", str(SAMPLE), "--steps", "6", "--learning-rate", "1e-2",
-        "--checkpoint-every", "2", "--keep", "3", "--json", "--dtype", "bf16",
+        "run", "plan.json", "--data", str(SAMPLE), "--steps", "4", "--learning-rate", "1e-2",
+        "--checkpoint-every", "1", "--keep", "3", "--json", "--dtype", "bf16",
     )  # fmt: skip
     done = hetlab(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "hetlab-run"
     kept = sorted(p.name for p in (run / "checkpoints").iterdir())
-    assert kept == ["step-00000002", "step-00000004", "step-00000006"]
+    assert kept == ["step-00000002", "step-00000003", "step-00000004"]  # step 1 was dropped
     for name in kept[1:]:
         shutil.rmtree(run / "checkpoints" / name)
-    (run / "checkpoints" / "step-00000004.part").mkdir()  # as a crash would leave it
+    (run / "checkpoints" / "step-00000003.part").mkdir()  # as a crash would leave it
     done = hetlab(*args, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     events = [json.loads(x) for x in (run / "events.jsonl").read_text().splitlines()]
@@ -147,10 +156,12 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     for e in events:
         if e["event"] == "step":
             seen.setdefault(e["step"], []).append((e["loss"], e["grad_norm"]))
-    assert {step: len(both) for step, both in seen.items()} == {0: 1, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2}
+    assert {step: len(both) for step, both in seen.items()} == {0: 1, 1: 1, 2: 2, 3: 2}
     assert all(len(set(both)) == 1 for both in seen.values()), seen
     other = hetlab(*args, "--resume", "--seed", "1", cwd=tmp_path)
     assert other.returncode == 4 and "belongs to another run" in other.stderr, other.stderr
+    spent = hetlab(*args, "--resume", cwd=tmp_path)
+    assert spent.returncode == 4 and "nothing is left to train" in spent.stderr, spent.stderr
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(

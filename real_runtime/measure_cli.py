@@ -1,0 +1,71 @@
+"""Commands that measure: probe a machine, compare a run with its plan. Import no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.cli_output import JsonOption, check_folder, emit, logger, progress
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``probe``."""
+    app.command("probe")(_probe)
+
+
+def _probe(
+    out: Annotated[Path, typer.Option(help="Folder of the profiles.")] = Path("profiles"),
+    procs: Annotated[int, typer.Option(min=1, help="Ranks that measure at once.")] = 2,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Of each rank; 0: the cores divided, as hetlab run does.")
+    ] = 0,
+    name: Annotated[str, typer.Option(help="Of the cluster.")] = "probed",
+    repeats: Annotated[int, typer.Option(min=7, help="Of each measurement.")] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes: a first idea.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine and write it down as a cluster that plans can be made for."""
+    import datetime
+
+    import msgspec
+
+    from real_runtime.launch import threads_per_rank
+    from real_runtime.probe.fit import fit_chip, fit_wire
+    from real_runtime.probe.launch import measure
+    from real_runtime.probe.profile import check_name, documents_of, write_profiles
+    from real_runtime.probe.records import QUICK, ProbeSettings
+    from real_runtime.probe.report import print_probe, probe_document
+    from sim.hardware.build import build_machine
+    from sim.interop.yaml_file import write_whole
+    from sim.optional import import_optional
+    from sim.spec.cluster import ClusterDoc
+    from sim.spec.load import Source, validate
+
+    check_name(name)
+    check_folder(out, "--out")
+    import_optional("torch")
+    settings = msgspec.structs.replace(
+        QUICK if quick else ProbeSettings(),
+        ranks=procs, threads=threads or threads_per_rank(procs), repeats=repeats,
+    )  # fmt: skip
+    with progress("measuring") as tick:
+
+        def show(line: str) -> None:
+            logger.debug("%s", line)
+            tick(1)
+
+        facts, records = measure(settings, show)
+    chip, wire = fit_chip(records), fit_wire(records) if procs > 1 else None
+    date = datetime.date.today().isoformat()
+    documents = documents_of(name, facts, chip, wire, records, settings, date)
+    machine = build_machine(validate(ClusterDoc, Source(documents.cluster, name)))
+    document = probe_document(facts, chip, wire, records, machine)
+    files = write_profiles(out, documents)
+    write_whole(out / "probe.json", msgspec.json.format(msgspec.json.encode(document)).decode())
+    document["files"] = [str(f) for f in files]
+    emit(document, lambda console: print_probe(console, document), as_json)
+    logger.info("cluster: %s", files[-1])

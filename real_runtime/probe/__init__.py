@@ -1,0 +1,1 @@
+"""Measure this machine and write it down as profiles that plans are made with."""

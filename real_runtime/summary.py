@@ -1,0 +1,109 @@
+"""What a run comes to: its log and its measured spans, beside what the simulator said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sim.plan.plan import Plan
+from sim.problem import Problem
+from sim.report.spans import Spans
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["document_of", "print_run"]
+
+SHOWN = 5
+"""Last steps whose spans give the idle share."""
+
+
+def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
+    """Everything about a finished run as plain data.
+
+    The same functions read the measured and the simulated spans.
+
+    Args:
+        folder: of the run. plan, problem: that ran.
+    """
+    from sim.engine.simulate import simulate
+    from sim.report.metrics import pace_of
+    from sim.report.record import spans_of_run
+
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    begun = max(i for i, e in enumerate(events) if e["event"] == "start")
+    start, done = events[begun], [e for e in events[begun:] if e["event"] == "step"]
+    seconds = [e["seconds"] for e in done[1:] or done]
+    middle, slow = np.percentile(seconds, [50, 95]).tolist()
+    simulated = spans_of_run(simulate(plan, problem, steps=1 if plan.barrier else 8))
+    tokens = plan.mathematics.global_batch * plan.mathematics.sequence_length
+    return {
+        "plan_hash": start["plan_hash"],
+        "spec_hash": start["spec_hash"],
+        "seed": start["seed"],
+        "version": start["version"],
+        "assumptions": list(plan.assumptions),
+        "ranks": start["ranks"],
+        "dtype": start["dtype"],
+        "device": start["device"],
+        "steps": len(done),
+        "first_loss": done[0]["loss"],
+        "last_loss": done[-1]["loss"],
+        "step_time_s": middle,
+        "step_time_p95_s": slow,
+        "tokens_per_s": tokens / middle,
+        "bubble_fraction": _idle(last_steps(folder, SHOWN)),
+        "simulated_step_time_s": pace_of(simulated, barrier=plan.barrier).step_time_s,
+        "simulated_bubble_fraction": _idle(simulated),
+        "out": str(folder),
+    }
+
+
+def last_steps(folder: Path, count: int) -> Spans:
+    """Return the measured spans of the last steps."""
+    spans = Spans.load(folder / "spans.npz")
+    step = spans.columns["step"]
+    return spans.take(step > step.max() - count)
+
+
+def _idle(spans: Spans) -> float:
+    """Share of the time in which a rank computes nothing, mean over ranks."""
+    from sim.report.busy import busy_of
+
+    busy = busy_of(spans)
+    return float(1 - np.average(busy.compute_s, weights=busy.weight) / busy.makespan_s)
+
+
+def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
+    """Print a document, and the timeline of the run's last step."""
+    from sim.report.text_gantt import text_gantt
+
+    step, simulated = d["step_time_s"], d["simulated_step_time_s"]
+    rows = (
+        ("loss", f"{d['first_loss']:.4f} -> {d['last_loss']:.4f} in {d['steps']} steps"),
+        (
+            "step time",
+            f"{step * 1e3:,.1f} ms median, {d['step_time_p95_s'] * 1e3:,.1f} ms p95, first step "
+            f"left out; simulated {simulated * 1e3:,.1f} ms ({simulated / step - 1:+.0%})",
+        ),
+        ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s"),
+        (
+            "bubble",
+            f"{d['bubble_fraction']:.1%} of compute time is idle; "
+            f"simulated {d['simulated_bubble_fraction']:.1%}",
+        ),
+        ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}"),
+        ("written to", f"{d['out']}: events.jsonl, spans.npz"),
+    )
+    for name, text in rows:
+        console.print(f"{name:<15}{text}", markup=False, highlight=False, soft_wrap=True)
+    console.print("")
+    picture = text_gantt(last_steps(Path(d["out"]), 1), plan.placement, width=console.width)
+    console.print(picture, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"plan {d['plan_hash']}, spec {d['spec_hash']}, seed {d['seed']}, hetlab {d['version']}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
