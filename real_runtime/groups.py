@@ -74,6 +74,12 @@ class Groups:
         assert found is not None
         return found
 
+    def close(self) -> None:
+        """Give the groups back, where a process goes on to run another plan."""
+        for handle in (*self.handles, *self._pairs.values()):
+            if handle is not None:
+                dist.destroy_process_group(handle)
+
     def members(self, index: int) -> tuple[int, ...]:
         """Ranks of a group."""
         return self.wiring.groups[index]

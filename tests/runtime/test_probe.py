@@ -171,8 +171,8 @@ def test_a_probed_machine_is_planned_for(tmp_path: Path) -> None:
     done = hetlab("probe", "--quick", "--threads", "1", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    whats = {r["what"] for r in said["records"]}
-    assert whats == {
+    kinds = {r["what"] for r in said["records"]}
+    assert kinds == {
         "ping", "collective", "overlap", "dispatch", "block", "copy", "elementwise", "attention",
         "gemm",
     }  # fmt: skip

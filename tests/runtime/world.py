@@ -70,6 +70,7 @@ def run_case(case: Case, rank: int, checked: int) -> dict[str, Any] | None:
     results = []
     if executor is not None:
         results = [executor.run_step(step) for step in range(settings.steps)]
+        executor.groups.close()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
     if rank:
