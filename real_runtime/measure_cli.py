@@ -13,8 +13,9 @@ __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``probe``."""
+    """Add ``probe`` and ``compare``."""
     app.command("probe")(_probe)
+    app.command("compare")(_compare)
 
 
 def _probe(
@@ -69,3 +70,30 @@ def _probe(
     document["files"] = [str(f) for f in files]
     emit(document, lambda console: print_probe(console, document), as_json)
     logger.info("cluster: %s", files[-1])
+
+
+def _compare(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    other: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run of that plan (hetlab run --out).")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="Simulate on this cluster, e.g. a probed one, not on the plan's.")
+    ] = "",
+    top: Annotated[int, typer.Option(min=0, help="Ops shown that are off most.")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Put a run beside the simulation of its plan: step time, each kind of op, each op."""
+    from real_runtime.compare import compare, moved, read_run
+    from real_runtime.compare_table import print_comparison
+    from sim.plan.io import load_plan
+    from sim.problem import problem_from_documents
+
+    plan = load_plan(plan_file)
+    run = read_run(other, plan)
+    if cluster:
+        simulated, problem = moved(plan, cluster)
+    else:
+        simulated, problem = plan, problem_from_documents(plan.problem)
+    found = compare(simulated, problem, run, plan.hash)
+    emit(found, lambda console: print_comparison(console, found, top), as_json)
