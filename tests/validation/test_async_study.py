@@ -37,7 +37,7 @@ def trained(learner: str) -> tuple[Outcome, ...]:
 
 @cache
 def delayed(learner: str, batch: int) -> tuple[DelayRow, ...]:
-    return delay_rows(learner, batch, repeats=6, updates=1000)
+    return delay_rows(learner, batch, repeats=6 if learner == "linear" else 3, updates=1000)
 
 
 def intervals(timing: Timing) -> list[float]:
