@@ -37,11 +37,11 @@ class Groups:
             # Every process makes every group, in the same order, or creation would hang.
             handle = dist.new_group(list(ranks), timeout=timedelta(seconds=deadline))
             self.handles.append(handle if rank in ranks else None)
-        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for src, dst in _directed(plan) if pairs else ():
+        self._pairs: dict[tuple[int, int, int], dist.ProcessGroup] = {}
+        for src, dst, channel in _directed(plan) if pairs else ():
             handle = dist.new_group([src, dst], timeout=timedelta(seconds=deadline))
             if rank in (src, dst):
-                self._pairs[src, dst] = handle
+                self._pairs[src, dst, channel] = handle
         cell = wiring.cell_of.get(rank)
         self.tp = TensorParallel()
         if cell is not None and cell.tp > 1:
@@ -64,9 +64,9 @@ class Groups:
         """Indices of this rank's groups of a role, in shard order."""
         return self.wiring.of_rank.get((self.rank, role), [])
 
-    def pair(self, src: int, dst: int) -> dist.ProcessGroup | None:
-        """Return the group of a directed pair, None for the default one."""
-        return self._pairs.get((src, dst))
+    def pair(self, src: int, dst: int, channel: int) -> dist.ProcessGroup | None:
+        """Return the group of a directed pair and channel, None for the default one."""
+        return self._pairs.get((src, dst, channel))
 
     def handle(self, index: int) -> dist.ProcessGroup:
         """Return a group that this rank belongs to."""
@@ -85,17 +85,21 @@ class Groups:
         return self.wiring.groups[index]
 
 
-def _directed(plan: Plan) -> list[tuple[int, int]]:
-    """Directed rank pairs that transfers of a plan use, in one order on all ranks."""
+def _directed(plan: Plan) -> list[tuple[int, int, int]]:
+    """(sender, receiver, channel) of a plan's transfers, in one order on all ranks.
+
+    With several chunks per position gradients use a second channel (see sim.plan.p2p).
+    """
     placement = plan.placement
     position = {s.stage: s.cell for s in placement.segments}
-    found: set[tuple[int, int]] = set()
+    chunked = len(placement.stages) > placement.num_stages
+    found: set[tuple[int, int, int]] = set()
     for b in placement.boundaries:
         for replica in range(placement.num_replicas):
-            ends = [placement.cell(position[stage], replica) for stage in (b.src, b.dst)]
-            if ends[0] is ends[1]:
+            first, last = (placement.cell(position[stage], replica) for stage in (b.src, b.dst))
+            if first is last:
                 continue
-            for producer, consumer in (ends, ends[::-1]):
+            for producer, consumer, channel in ((first, last, 0), (last, first, int(chunked))):
                 for p in pieces(producer, consumer, placement.whole_boundaries):
-                    found.add((p.src, p.dst))
+                    found.add((p.src, p.dst, channel))
     return sorted(found)

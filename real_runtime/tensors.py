@@ -80,11 +80,12 @@ class Boundaries:
         assert node.piece is not None
         forward = node.op.kind.endswith("F")
         src = node.op.stage - (node.op.kind[:4] == "RECV") * (1 if forward else -1)
-        return ((node.op.mb * 64 + node.piece.start % 64) * 1024 + src % 1024) * 2 + forward
+        number = ((node.op.mb * 64 + node.piece.start % 64) * 1024 + src % 1024) * 2 + forward
+        return number % 2**31
 
     def _pair(self, node: Node) -> dist.ProcessGroup | None:
         assert node.piece is not None
-        return self.group.pair(node.piece.src, node.piece.dst)
+        return self.group.pair(node.piece.src, node.piece.dst, node.op.channel)
 
     def send(self, node: Node) -> Handle:
         """SEND_F or SEND_B: one piece."""
