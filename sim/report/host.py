@@ -113,7 +113,7 @@ def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> H
     return HostUse(
         memory=_memory(problem, ledgers) if problem else (),
         streams=streams,
-        steady=plan.barrier or pace.steps > 2,
+        steady=plan.barrier or pace.steps > 3,
         short=_short_cells(plan, problem, ledgers) if problem else (),
     )
 

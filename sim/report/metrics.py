@@ -71,9 +71,8 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     step time is makespan / steps, because steps do not overlap. Without one it is the slope of the
     finish times after the warm-up w and up to the last step but one, which ends early where no
     later step's work competes with its own: (finish(n - 2) - finish(w)) / (n - 2 - w). With fewer
-    than three steps after the warm-up the last one counts, and with fewer than two the step time is
-    the makespan / steps, which then includes filling the pipeline. Steps at the end that lack late
-    updates do not count.
+    than three steps the step time is the makespan / steps, which then includes filling the
+    pipeline. Steps at the end that lack late updates do not count.
 
     Where a rank serves messages (rows of step -1) the ranks count their own iterations and a step
     is one update instead: its finish is the end of an APPLY.
@@ -119,17 +118,14 @@ def pace_between(
     """
     n = len(finish)
     took = np.diff(finish, prepend=begin)
-    warm, last = 0, n - 1
-    if not barrier and n > 1:
-        warm = max(1, n // 4) if warm_up is None else warm_up
-        warm = min(warm, n - 1)
-    if warm and n - 1 - warm >= 1:
-        if not all_count and n - 2 - warm >= 1:
-            last = n - 2
+    last = n - 1 if all_count or n < 3 else n - 2
+    warm = max(1, n // 4) if warm_up is None else warm_up
+    warm = min(warm, last - 1)
+    if barrier or warm < 0 or n < 3:
+        step_time, warm = float(finish[-1] - begin) / n, 0
+    else:
         step_time = float(finish[last] - finish[warm]) / (last - warm)
         took = took[warm + 1 : last + 1]
-    else:
-        step_time, warm = float(finish[-1] - begin) / n, 0
     p50, p95 = np.percentile(took, (50, 95))
     return Pace(step_time_s=step_time, p50_s=float(p50), p95_s=float(p95), steps=n, warm_up=warm)
 

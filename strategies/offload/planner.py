@@ -15,13 +15,14 @@ from math import prod
 import msgspec
 import numpy as np
 
+from sim.errors import InputError
 from sim.plan.draft import PlanDraft
 from sim.problem import Problem
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
 from strategies.offload.forms import CHECKPOINTED, Bounds, Floats, Form
 from strategies.offload.policies import Outcome, outcome_of_plan
-from strategies.offload.program import Choice, best_choice
+from strategies.offload.program import Choice, UndecidedError, best_choice
 from strategies.offload.units import Triple, knobs_with, plan_with
 
 __all__ = ["Planned", "plan_offload", "settled"]
@@ -81,13 +82,22 @@ def plan_offload(
         recompute: True or False for all layers or none checkpointed, None for as many as is best.
 
     Raises:
-        InputError: the draft cannot be offloaded, or its layers are not equal.
+        InputError: the draft cannot be offloaded, its layers are not equal, or the integer program
+            finds no choice in its time.
     """
     base = base or AutoHeteKnobs()
     bounds = bounds_of(problem, start, base)
     if recompute is not None:
         bounds = _pinned(bounds, recompute)
-    first = best_choice(bounds)
+    try:
+        first = best_choice(bounds)
+    except UndecidedError as error:
+        raise InputError(
+            "no choice of what lives on the host was found in time",
+            key="offload",
+            found=str(error),
+            expected="fewer positions, or the integers themselves",
+        ) from None
     if first is None:
         return Planned(best=_short(bounds, base), weighed=0, simulated=0, proven=True, bound_s=0.0)
     if first[1] >= beat:
@@ -100,8 +110,11 @@ def plan_offload(
         search.walk()
     else:
         search.ask(first[1])
+    best = search.best
+    if not best.short and best.step_s >= beat:
+        best = Outcome(knobs=base, short=NOT_FASTER)
     return Planned(
-        best=search.best,
+        best=best,
         weighed=len(search.seen),
         simulated=search.simulated,
         proven=search.proven,
@@ -121,7 +134,10 @@ def settled(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Cho
 
 def _short(bounds: Bounds, base: AutoHeteKnobs) -> Outcome:
     """What is short when nothing fits."""
-    chip = best_choice(msgspec.structs.replace(bounds, on_host=()))
+    try:
+        chip = best_choice(msgspec.structs.replace(bounds, on_host=()))
+    except UndecidedError:
+        chip = None
     if chip is None:
         return Outcome(knobs=base, short="accelerator memory")
     return Outcome(knobs=knobs_with(base, chip[0]), short="host memory")
@@ -181,6 +197,7 @@ class _Search:
             found = msgspec.structs.replace(found, step_s=max(found.step_s, bound))
         self.seen[choice] = found.step_s or np.inf
         if self.seen[choice] < self.step or (self.best.short and not self.at):
+            # The first of all is where moves begin, faster than what is to be beaten or not.
             self.best, self.at = found, choice
 
     def walk(self) -> None:
@@ -220,7 +237,10 @@ class _Search:
         for _ in range(ASKED):
             if self.over:
                 return
-            found = best_choice(self.bounds, self.seen)
+            try:
+                found = best_choice(self.bounds, self.seen)
+            except UndecidedError:
+                return
             if found is None or found[1] >= self.step:
                 self.proven = True
                 return

@@ -16,10 +16,14 @@ import numpy as np
 from strategies.offload.forms import CHECKPOINTED, OPTIMIZER, PARAMETERS, Bounds, Floats, Form
 from strategies.offload.units import Triple
 
-__all__ = ["Choice", "best_choice"]
+__all__ = ["Choice", "UndecidedError", "best_choice"]
 
 Choice = tuple[Triple, ...]
 Row = dict[int, float]
+
+
+class UndecidedError(Exception):
+    """The solver found no choice in its time, and did not prove that there is none."""
 
 
 def best_choice(
@@ -32,7 +36,7 @@ def best_choice(
         seconds: [s] after which HiGHS gives its best choice, and a bound that holds.
 
     Raises:
-        RuntimeError: HiGHS fails.
+        UndecidedError: HiGHS found nothing in that time.
     """
     barred = list(without)
     while True:
@@ -146,7 +150,7 @@ class _Program:
         if found.status == 2:
             return None
         if found.x is None:
-            raise RuntimeError(f"HiGHS: {found.message}")
+            raise UndecidedError(found.message)
         choice = []
         for s in range(len(self.bounds.sizes)):
             c, p, o = (int(np.argmax(found.x[list(self._columns(s, axis))])) for axis in range(3))

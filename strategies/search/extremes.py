@@ -41,12 +41,16 @@ def drafts_of(problem: Problem, slab: Slab, choices: Choices) -> Iterator[PlanDr
 def bases_of(values: Sequence[AutoHeteKnobs]) -> Iterator[AutoHeteKnobs]:
     """Knobs besides the integers: every legal wait of updates, the model's ends here and there.
 
+    Serving what the next forward needs first is best nearly always; where a slow link is busy with
+    the first layers' copies, an update that holds back all later ones may wait longer than in
+    order of readiness, so that is tried as well.
+
     Args:
         values: of the strategy's space.
     """
-    for way in dict.fromkeys(v.clipping for v in values):
-        for outer in (False, True):
-            yield AutoHeteKnobs(clipping=way, outer=outer)
+    ways = dict.fromkeys(v.clipping for v in values)
+    for priority, way, outer in itertools.product((True, False), ways, (False, True)):
+        yield AutoHeteKnobs(clipping=way, outer=outer, priority=priority)
 
 
 def draft_named(draft: PlanDraft, knobs: AutoHeteKnobs) -> PlanDraft:

@@ -117,7 +117,7 @@ def test_more_memory_is_never_slower_and_no_policy_is_faster() -> None:
     assert times == sorted(times, reverse=True)
 
 
-def test_priority_never_hurts() -> None:
+def test_priority_does_not_hurt_where_the_link_is_fast() -> None:
     for memory in (3.2, 4.0):
         with_, without = (
             plan_offload(*gpt(memory), AutoHeteKnobs(priority=p)).best for p in (True, False)

@@ -121,7 +121,7 @@ def test_more_memory_is_never_slower_on_two_positions() -> None:
     assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1] > 0
 
 
-def test_priority_never_hurts_on_two_positions() -> None:
+def test_priority_does_not_hurt_two_positions_with_fast_links() -> None:
     for memory in ((2.4, 2.4), (3.0, 80.0)):
         first = 2 if memory[1] < 80 else 3
         with_, without = (

@@ -340,4 +340,5 @@ def test_the_last_step_does_not_set_the_pace() -> None:
     assert pace_between(finish, 0.0, barrier=False).step_time_s == 2.0
     assert pace_between(finish, 0.0, barrier=False, all_count=True).step_time_s == 5.5 / 3
     assert pace_between(finish, 0.0, barrier=True).step_time_s == 10.5 / 5
+    assert pace_between(finish[:3], 0.0, barrier=False).step_time_s == 2.0
     assert pace_between(finish[3:], 7.0, barrier=False).step_time_s == pytest.approx(1.75)
