@@ -37,11 +37,13 @@ class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory, or drives, of one node.
 
     Args:
-        terms: name -> [B], of all its ranks. capacity_bytes: [B], 0 when unknown.
+        terms: name -> [B], of all its ranks. capacity_bytes: [B], 0 where there is none or nobody
+            stated it. known: whether the capacity is.
     """
 
     terms: dict[str, float]
     capacity_bytes: float
+    known: bool = True
 
     @property
     def peak_bytes(self) -> float:
@@ -51,7 +53,7 @@ class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> str:
         """One of "fits", "does not fit", "unknown"."""
-        if not self.capacity_bytes:
+        if not self.known:
             return "unknown" if self.peak_bytes else "fits"
         return "fits" if self.peak_bytes <= self.capacity_bytes else "does not fit"
 
@@ -233,14 +235,17 @@ def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, H
             for node in _nodes(plan, cell, where):
                 staged = sums[node].get("staging", 0.0)
                 sums[node]["staging"] = staged + placement.nvme_buffers * ring
+    capacity = {node: machine.nodes[node].host_memory_bytes for node in sums}
     return {
-        node: HostLedger(terms=terms, capacity_bytes=machine.nodes[node].host_memory_bytes)
+        node: HostLedger(terms=terms, capacity_bytes=capacity[node], known=capacity[node] > 0)
         for node, terms in sorted(sums.items())
     }
 
 
 def nvme_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, HostLedger]:
     """Return what the drives hold of every node some of whose segments live there.
+
+    A node without drives has no capacity, so what a plan puts there does not fit.
 
     Args:
         plan, problem: see there. knobs_of: sim.cost.ledger.knobs_of.

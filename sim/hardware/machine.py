@@ -86,7 +86,7 @@ class HostSide(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes_per_s, flops_per_s: [B/s], [FLOP/s] that a CPU optimizer reaches, all chips'
             updates together.
         update_s: [s] per parameter, measured; 0 takes the larger of bytes and FLOPs.
-        nvme_read, nvme_write: [B/s] of the node's drives. nvme_bytes: [B]; all 0 when unknown.
+        nvme_read, nvme_write: [B/s] of the node's drives. nvme_bytes: [B]; all 0 without drives.
         assumed: what of this nobody stated, in words.
     """
 

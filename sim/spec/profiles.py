@@ -150,6 +150,15 @@ class LinkDoc(Origin, LinkNumbers):
     rate: StatedRate
 
 
+def _above_zero(number: Stated | None) -> Stated | None:
+    """Refuse 0: elsewhere it would read as "not stated"."""
+    if number is not None and number.value <= 0:
+        raise PydanticCustomError(
+            "positive", "nothing of it", {"expected": "more than 0, or no such key where unknown"}
+        )
+    return number
+
+
 def _profile_or_numbers(value: Any) -> Any:
     return {"profile": value} if isinstance(value, str) else value
 
@@ -212,6 +221,8 @@ class PcieDoc(Doc):
     pinned: bool = True
     pageable: StatedFraction | None = None
 
+    _positive = field_validator("rate", "shared_rate")(_above_zero)
+
     @field_validator("both_ways", "pageable")
     @classmethod
     def _share(cls, number: Stated | None) -> Stated | None:
@@ -234,6 +245,8 @@ class HostDoc(Doc):
     flops: StatedFlopRate | None = None
     update: StatedSeconds | None = None
 
+    _positive = field_validator("memory_bandwidth", "flops", "update")(_above_zero)
+
 
 class NvmeDoc(Doc):
     """The NVMe drives of a node, all together, shared by its chips.
@@ -245,6 +258,8 @@ class NvmeDoc(Doc):
     read: StatedRate
     write: StatedRate
     capacity: StatedBytes
+
+    _positive = field_validator("read", "write", "capacity")(_above_zero)
 
 
 class NodeNumbers(Doc):
@@ -265,6 +280,8 @@ class NodeNumbers(Doc):
     pcie: PcieDoc | None = None
     host: HostDoc | None = None
     nvme: NvmeDoc | None = None
+
+    _positive = field_validator("host_memory")(_above_zero)
 
 
 class NodeDoc(Origin, NodeNumbers):

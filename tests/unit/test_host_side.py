@@ -74,6 +74,29 @@ def test_a_cluster_file_states_its_host() -> None:
     assert node.pcie_rate == 25e9
 
 
+NOTHING = {
+    "host_memory": "0 GB",
+    "pcie": {"rate": "0 GB/s"},
+    "pcie.shared_rate": {"rate": "25 GB/s", "shared_by": 2, "shared_rate": 0},
+    "host.update": {"update": "0 s"},
+    "host.memory_bandwidth": {"memory_bandwidth": 0},
+    "host.flops": {"flops": {"value": 0, "evidence": "assumed"}},
+    "nvme.read": {"read": 0, "write": "4 GB/s", "capacity": "4 TB"},
+    "nvme.write": {"read": "6 GB/s", "write": 0, "capacity": "4 TB"},
+    "nvme.capacity": {"read": "6 GB/s", "write": "4 GB/s", "capacity": "0 GB"},
+}
+
+
+@pytest.mark.parametrize("key", NOTHING)
+def test_a_stated_nothing_is_refused(key: str) -> None:
+    """0 stands for "not stated" inside, so a document may not say it."""
+    node = {"profile": "a100_80gb_hdr", "count": 1, key.partition(".")[0]: NOTHING[key]}
+    cluster = {"name": "one", "sites": [{"name": "hall", "nodes": [node]}]}
+    with pytest.raises(InputError, match="nothing of it") as error:
+        load_problem(cluster, "gpt2_355m", {"global_batch": 8, "sequence_length": 128})
+    assert key in error.value.key and "more than 0" in error.value.expected
+
+
 @pytest.mark.parametrize(
     ("host", "seconds"),
     [

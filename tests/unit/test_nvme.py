@@ -293,6 +293,16 @@ def test_a_plan_short_of_host_memory_fits_with_drives() -> None:
     assert [r.verdict for r in host.memory] == ["fits", "fits"]
 
 
+def test_a_node_without_drives_holds_nothing() -> None:
+    given_ = with_memory(on_drives(1, 1), 440e9, 0.0)
+    plan = plan_of(given_, optimizer=4, nvme=4)
+    assert nvme_ledgers(plan, given_, knobs_of)[0].verdict == "does not fit"
+    assert short_of(plan, given_) == "NVMe"
+    # Host memory that nobody stated is another matter: every node has some.
+    unknown = with_memory(given_, 0.0, 1e12)
+    assert host_ledgers(plan, unknown, knobs_of)[0].verdict == "unknown"
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_drives_that_are_too_small_are_said_so(width: int) -> None:
     given_ = with_memory(on_drives(1, 1), 440e9, 0.1e9)
