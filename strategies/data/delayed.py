@@ -15,6 +15,7 @@ import msgspec
 
 from sim.cost.host_links import update_bytes
 from sim.errors import InputError
+from sim.model.amounts import rank_params
 from sim.model.graph import Block
 from sim.plan.draft import PlanDraft
 from sim.plan.plan import Amount, Call
@@ -175,17 +176,13 @@ def _why(text: str, knobs: DelayedKnobs) -> str:
 
 
 def _held(problem: Problem, knobs: DelayedKnobs) -> str:
-    job, params = problem.job, sum(_params(b) for b in problem.model.blocks)
+    job, params = problem.job, sum(rank_params(problem.model.blocks))
     nbytes = params * (job.param_bytes + job.gradient_bytes + job.optimizer_bytes)
     where = "node" if knobs.place == "host" else "chip"
     return (
         f"the servers hold {nbytes / 1e9:.3g} GB of parameters, gradients and optimizer states, "
         f"which the memory of their {where}s must have free"
     )
-
-
-def _params(block: Block) -> int:
-    return block.params + block.params_replicated + block.params_experts
 
 
 def _parts(draft: PlanDraft) -> int:
@@ -203,7 +200,7 @@ def _amounts(problem: Problem, stages: list[tuple[Block, ...]], shards: int) -> 
     """Bytes of one part: its gradient and its parameters on the wire, its update in memory."""
     job, found = problem.job, {"request": Amount()}
     for stage, blocks in enumerate(stages):
-        params = sum(_params(b) for b in blocks) / shards
+        params = sum(rank_params(blocks)) / shards
         found[f"gradient{stage}"] = Amount(nbytes=params * job.gradient_bytes)
         found[f"parameters{stage}"] = Amount(nbytes=params * job.param_bytes)
         found[f"update{stage}"] = Amount(nbytes=params * update_bytes(job))

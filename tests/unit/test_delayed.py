@@ -11,6 +11,7 @@ from sim.cost.ledger import peak_memory
 from sim.engine.faults import ChipLoss, Straggler
 from sim.engine.simulate import Run, simulate
 from sim.errors import InputError
+from sim.model.amounts import rank_params
 from sim.plan.lower import lower
 from sim.problem import load_problem
 from sim.report.links import link_use
@@ -211,7 +212,7 @@ def test_workers_on_two_sites() -> None:
         # The far workers' gradients are the older ones.
         near, far = ([found.worker_mean[w] for w in range(*r)] for r in ((0, 8), (8, 16)))
         assert max(near) < min(far)
-    params = sum(b.params + b.params_replicated for b in given.model.blocks)
+    params = sum(rank_params(given.model.blocks))
     names = runs[True].prices.link_names
     nbytes = dict(zip(names, link_use(runs[True])[0].tolist(), strict=True))
     pushed = 8 * steps * params * given.job.gradient_bytes
