@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sim import commands, doctor, export_command
+from sim import commands, doctor, export_command, import_command
 from sim.cli_output import logger, set_up_logging, stderr_console
 from sim.errors import HetlabError
 from sim.settings import read_settings
@@ -52,6 +52,7 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     commands.register(app)
     export_command.register(app)
+    import_command.register(app)
     doctor_app = typer.Typer(add_completion=False)
     broken = load_plugins(app, "hetlab.commands") + load_plugins(doctor_app, "hetlab.doctor")
     doctor.register(doctor_app, broken)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from real_runtime.errors import RunError
 from real_runtime.probe.records import Record, select, spread
+from sim.interop.link_records import alone_curve
 
 __all__ = ["Chip", "Number", "Wire", "fit_chip", "fit_wire"]
 
@@ -110,8 +111,7 @@ def fit_chip(records: Sequence[Record]) -> Chip:
 def fit_wire(records: Sequence[Record]) -> Wire:
     """Return the numbers of the link between two ranks.
 
-    The curve reproduces each measured time: share = bytes / ((time - latency) rate). The smallest
-    message is all latency and has no point.
+    See ``sim.interop.link_records.alone_curve``.
 
     Raises:
         RunError: fewer than two sizes were measured.
@@ -119,20 +119,12 @@ def fit_wire(records: Sequence[Record]) -> Wire:
     pings = sorted(select(records, "ping"), key=lambda r: r.sizes["nbytes"])
     if len(pings) < 2:
         raise RunError("the probe measured fewer than two sizes of transfers")
+    sizes = [r.sizes["nbytes"] for r in pings]
+    latency, rate, points = alone_curve(sizes, [r.median for r in pings])
+    best = max(range(len(points)), key=lambda i: points[i][1])
     first, rest = pings[0], pings[1:]
-    latency = min(r.median for r in pings)
-    # What is left of a message that took hardly longer is noise: at most 20 times its latency's.
-    floor = 0.05 * latency
-    sizes = np.array([r.sizes["nbytes"] for r in rest])
-    reached = sizes / np.maximum([r.median - latency for r in rest], floor)
-    # A longer message never ends sooner, so its time without latency never falls.
-    seconds = np.maximum.accumulate(sizes / reached)
-    reached = sizes / seconds
-    best = int(np.argmax(reached))
-    rate = float(reached[best])
-    points = tuple(zip(sizes.tolist(), (reached / rate).tolist(), strict=True))
     return Wire(
-        rate=Number(rate, spread(rest[best]), rest[best].repeats, f"at {sizes[best]:g} B"),
+        rate=Number(rate, spread(rest[best]), rest[best].repeats, f"at {points[best][0]:g} B"),
         latency=Number(latency, spread(first), first.repeats, "one way, the fastest message"),
         curve=points,
         curve_spread=max(spread(r) for r in rest),
