@@ -23,7 +23,8 @@ from sim.problem import Problem, load_problem
 from sim.report.spans import Spans, span_name
 
 __all__ = [
-    "Comparison", "KindRow", "OpRow", "RunFacts", "compare", "line_up", "moved", "read_run",
+    "Comparison", "Key", "KindRow", "OpRow", "RunFacts", "compare", "durations", "line_up", "moved",
+    "read_run",
 ]  # fmt: skip
 
 STEPS = 8
@@ -248,8 +249,8 @@ def line_up(
     Returns:
         Rows of the ops in both, the largest distance first, and the names of those in one only.
     """
-    left, _ = _durations(predicted)
-    right, rows = _durations(measured)
+    left, _ = durations(predicted)
+    right, rows = durations(measured)
     found = []
     for key in right.keys() & left.keys():
         low, middle, high = np.percentile(right[key], (25, 50, 75)).tolist()
@@ -268,10 +269,10 @@ def line_up(
     return tuple(found), tuple(only_left), tuple(only_right)
 
 
-def _durations(
+def durations(
     spans: Spans,
 ) -> tuple[dict[Key, list[float]], dict[Key, tuple[str, int, bool, int]]]:
-    """Duration of each op in each step; and its name, stage, whether it computes, its ranks."""
+    """Return what each op took [s] in each step; and its name, stage, if it computes, its ranks."""
     names = ("kind", "stream", "op", "rank", "peer", "microbatch", "step", "stage", "part",
              "segment", "group", "start_s", "end_s")  # fmt: skip
     table = list(zip(*(spans[n].tolist() for n in names), strict=True))

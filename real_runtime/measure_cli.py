@@ -1,4 +1,4 @@
-"""Commands that measure: probe a machine, compare a run with its plan. Import no torch."""
+"""Commands that measure: probe, compare, calibrate. Imports no torch, so that help stays quick."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
-from sim.cli_output import JsonOption, check_folder, emit, logger, progress
+from sim.cli_output import JsonOption, check_folder, check_output, emit, logger, progress
+from sim.errors import UsageError
 
 __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``probe`` and ``compare``."""
+    """Add ``probe``, ``compare`` and ``calibrate``."""
     app.command("probe")(_probe)
     app.command("compare")(_compare)
+    app.command("calibrate")(_calibrate)
 
 
 def _probe(
@@ -97,3 +99,44 @@ def _compare(
         simulated, problem = plan, problem_from_documents(plan.problem)
     found = compare(simulated, problem, run, plan.hash)
     emit(found, lambda console: print_comparison(console, found, top), as_json)
+
+
+def _calibrate(
+    pairs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PLAN RUN...", help="A plan and the folder of its run; more pairs decide more."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Cluster file with the corrected profiles.")],
+    cluster: Annotated[
+        str, typer.Option(help="Correct this cluster, e.g. a probed one, not the first plan's.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Correct a cluster's efficiencies, overheads and links from the ops of measured runs."""
+    import datetime
+
+    from real_runtime.calibrate import calibrate
+    from real_runtime.calibrate_table import print_calibration
+    from real_runtime.compare import read_run
+    from sim.interop.yaml_file import write_whole, yaml_text
+    from sim.plan.io import load_plan
+    from sim.problem import load_problem
+
+    if len(pairs) % 2:
+        raise UsageError("hetlab calibrate: give each plan and then the folder of its run")
+    if out.suffix != ".yaml":
+        raise UsageError(f"--out {out}: a cluster's file ends in .yaml")
+    check_output(out, "--out")
+    plans = [load_plan(file) for file in pairs[::2]]
+    runs = [(plan, read_run(at, plan)) for plan, at in zip(plans, pairs[1::2], strict=True)]
+    document = plans[0].problem["cluster"]
+    if cluster:
+        problem = plans[0].problem
+        document = load_problem(cluster, problem["model"], problem["job"]).documents["cluster"]
+    with progress("fitting"):
+        found = calibrate(runs, document, datetime.date.today().isoformat())
+    write_whole(out, yaml_text(found.cluster))
+    emit(found, lambda console: print_calibration(console, found), as_json)
+    logger.info("cluster: %s", out)

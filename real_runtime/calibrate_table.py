@@ -1,0 +1,36 @@
+"""A calibration for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from real_runtime.calibrate import Calibration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["print_calibration"]
+
+
+def print_calibration(console: Console, c: Calibration) -> None:
+    """Print every number before and after, and the errors of ops and steps."""
+    lines = [f"{'':<44}{'before':>12}{'after':>12}{'factor':>10}"]
+    for x in c.changes:
+        after = f"{x.after:>12.4g}{x.factor:>10.3f} +- {x.error:.1%}" if x.seen else "  not seen"
+        lines.append(f"{x.name:<44}{x.before:>12.4g}{after}")
+    lines += [
+        "",
+        f"{'kind':<16}{'median error before':>20}{'after':>9}   of {c.ops} ops, {c.steps} steps",
+    ]
+    for kind, (old, new) in c.kinds.items():
+        lines.append(f"{kind:<16}{old:>20.1%}{new:>9.1%}")
+    lines.append(f"{'all':<16}{c.error_before:>20.1%}{c.error_after:>9.1%}")
+    lines.append("")
+    for took, old, new in c.step_times_s:
+        lines.append(
+            f"step time {took * 1e3:,.1f} ms: predicted {old * 1e3:,.1f} ms ({old / took - 1:+.1%}), "
+            f"now {new * 1e3:,.1f} ms ({new / took - 1:+.1%})"
+        )
+    lines.append("these runs were fitted; judge the profile on others")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,165 @@
+"""hetlab calibrate: spans of a machine with distorted numbers give the distortion back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+import plans  # noqa: E402
+import recorded  # noqa: E402
+
+from real_runtime.calibrate import Calibration, calibrate  # noqa: E402
+from real_runtime.calibrate_document import merged, scaled, scales  # noqa: E402
+from real_runtime.compare import compare, moved, read_run  # noqa: E402
+from sim.errors import InputError  # noqa: E402
+from sim.plan.io import save_plan  # noqa: E402
+from sim.plan.lower import lower  # noqa: E402
+from sim.plan.plan import Plan  # noqa: E402
+from sim.problem import load_problem  # noqa: E402
+
+PROBLEM = recorded.problem_of(recorded.machine())
+CHIP = {
+    "gemm_efficiency": 0.75, "attention_efficiency": 1.5, "memory_efficiency": 0.75,
+    "kernel_overhead": 1.4,
+}  # fmt: skip
+LINK = {"rate": 0.6, "latency": 2.5}
+
+
+def uneven() -> Plan:
+    pipeline = {"cuts": (0, 3, 10), "split_backward": True}
+    return lower(PROBLEM, plans.draft_of([[1], [1]], (4,), microbatch=4, **pipeline))
+
+
+def replicas() -> Plan:
+    return lower(PROBLEM, plans.draft_of([[1, 1]], (2, 2), microbatch=4))
+
+
+def distorted() -> Any:
+    chip: dict[str, Any] = {
+        k: recorded.CHIP[k] * f for k, f in CHIP.items() if k != "kernel_overhead"
+    }
+    chip["kernel_overhead"] = "140 us"
+    return recorded.machine({"rate": "0.6 GB/s", "latency": "50 us"}, **chip)
+
+
+def calibrated(tmp_path: Path, noise: float, *some: Plan) -> Calibration:
+    slow = recorded.problem_of(distorted())
+    runs = [
+        (p, read_run(recorded.record(tmp_path / p.hash, p, slow, noise=noise), p)) for p in some
+    ]
+    return calibrate(runs, PROBLEM.documents["cluster"], "2026-01-31")
+
+
+def test_a_distortion_comes_back(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, 0.0, uneven())
+    factors = {c.name: c.factor for c in found.changes}
+    for key, factor in CHIP.items():
+        assert factors[f"CPU {key}"] == pytest.approx(factor, rel=0.01), key
+    for key, factor in LINK.items():
+        assert factors[f"nodes 0 fabric {key}"] == pytest.approx(factor, rel=0.01), key
+    assert all(c.seen for c in found.changes)
+    assert found.error_before > 0.2 and found.error_after < 1e-3
+    ((measured, before, after),) = found.step_times_s
+    assert before < 0.8 * measured and after == pytest.approx(measured, rel=1e-3)
+
+
+def test_noise_of_a_twentieth_leaves_ops_as_close_and_errors_that_say_so(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, 0.05, uneven(), replicas())
+    assert found.error_before > 0.2 and found.error_after < 0.05
+    for c in found.changes:
+        true = (CHIP | LINK)[c.name.split()[-1]]
+        assert abs(c.factor / true - 1) < max(0.05, 3 * c.error), c
+    well = next(c for c in found.changes if c.name == "CPU gemm_efficiency")
+    assert well.factor == pytest.approx(0.75, rel=0.05)
+
+
+def test_the_corrected_cluster_predicts_a_plan_it_never_saw(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, 0.0, uneven())
+    other = replicas()
+    slow = recorded.problem_of(distorted())
+    run = read_run(recorded.record(tmp_path / "other", other, slow), other)
+    before = compare(other, PROBLEM, run)
+    plan, problem = moved(other, found.cluster)
+    after = compare(plan, problem, run, other.hash)
+
+    def error(c: Any) -> float:
+        return abs(c.predicted_step_time_s / c.measured_step_time_s - 1)
+
+    assert error(before) > 0.2 and error(after) < 0.01
+
+
+def test_numbers_that_no_op_shows_stay(tmp_path: Path) -> None:
+    cluster = recorded.machine()
+    nics = {"rate": "10 Gb/s", "latency": "30 us"}
+    cluster["sites"][0]["nodes"][0]["nics"] = nics
+    problem = recorded.problem_of(cluster)
+    plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 3, 10)))
+    run = read_run(recorded.record(tmp_path / "run", plan, problem), plan)
+    found = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
+    unseen = {c.name: c.after for c in found.changes if not c.seen}
+    assert unseen == {"nodes 0 nics rate": 1.25e9, "nodes 0 nics latency": 3e-5}
+    assert found.cluster["sites"][0]["nodes"][0]["nics"] == {
+        "rate": "1250000000.0 B/s", "latency": "3e-05 s",
+    }  # fmt: skip
+
+
+def test_an_efficiency_above_one_raises_the_peak() -> None:
+    document = merged(PROBLEM.documents["cluster"])
+    gemm = next(s for s in scales(document) if s.name == "CPU gemm_efficiency")
+    memory = next(s for s in scales(document) if s.name == "CPU memory_efficiency")
+    found = scaled(document, [gemm, memory], [5.0, 5.0], ["a", "b"])
+    chip = load_problem(found, "llama_tiny", "two_processes").machine.accelerators["CPU"]
+    assert chip.gemm_efficiency == chip.memory_efficiency == 1.0
+    assert chip.peak_flops_per_s["fp32"] == pytest.approx(60e9 * 3.0)  # 0.6 * 5 = 3
+    assert chip.memory_bytes_per_s == pytest.approx(10e9 * 2.0)
+    assert document == merged(PROBLEM.documents["cluster"])  # the input stays
+
+
+def test_what_a_cluster_overrides_counts_as_the_profiles() -> None:
+    document = dict(PROBLEM.documents["cluster"])
+    document["accelerators"] = {"CPU": {"gemm_efficiency": 0.3, "peaks": {"bf16": "1 TFLOP/s"}}}
+    found = merged(document)
+    assert "accelerators" not in found
+    gemm = next(s for s in scales(found) if s.name == "CPU gemm_efficiency")
+    assert gemm.value == 0.3
+    assert set(found["profiles"]["accelerators"][0]["peaks"]) == {"fp32", "bf16"}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plan = uneven()
+    save_plan(plan, tmp_path / "plan.json")
+    recorded.record(tmp_path / "run", plan, recorded.problem_of(distorted()))
+
+    def hetlab(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from sim.cli import main; main()", *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    done = hetlab("calibrate", "plan.json", "run", "--out", "better.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "judge the profile on others" in done.stdout and "not seen" not in done.stdout
+    text = (tmp_path / "better.yaml").read_text()
+    assert f"from runs of plan {plan.hash}: factor 0.7" in text and "calibrated: true" in text
+    compared = hetlab("compare", "plan.json", "run", "--cluster", "better.yaml")
+    assert compared.returncode == 0 and ": +0.0%" in compared.stdout, compared.stdout
+    planned = hetlab("plan", "better.yaml", "llama_tiny", "two_processes", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert hetlab("calibrate", "plan.json", "--out", "x.yaml").returncode == 2
+    assert hetlab("calibrate", "plan.json", "run", "--out", "x.txt").returncode == 2
+
+
+def test_runs_without_comparable_ops_are_refused(tmp_path: Path) -> None:
+    plan = replicas()
+    folder = recorded.record(tmp_path / "run", plan, PROBLEM)
+    run = read_run(folder, plan)
+    none = run.spans.take(run.spans["kind"] == "BARRIER")
+    empty = type(run)(
+        spans=none, step_times_s=(1.0,), dtype="fp32", device="cpu", ranks=2, seed=0
+    )  # fmt: skip
+    with pytest.raises(InputError, match="no op of the runs can be compared"):
+        calibrate([(plan, empty)], PROBLEM.documents["cluster"], "2026-01-31")
