@@ -2,9 +2,9 @@
 
 Least squares of log(predicted / measured) over the op durations of one or more runs, in the
 logarithms of factors on efficiencies, overheads, link rates and latencies. Each kind of op weighs
-as much as its share of the measured time, at least ``LEAST_WEIGHT``; a weak pull of the factors
-towards 1 decides what the runs leave open. A transfer's end is seen late, so the fastest of alike
-ones counts.
+as much as its share of the measured time, at least ``LEAST_WEIGHT``. Numbers that no op shows, or
+whose factor comes out less certain than ``LARGEST_ERROR``, one after another, stay as they were. A
+transfer's end is seen late, so the fastest of alike ones counts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ __all__ = ["Calibration", "Change", "calibrate"]
 Floats = NDArray[np.float64]
 LEAST_WEIGHT = 0.02
 PULL = 1e-3
-"""Residual of a factor of e."""
-SEEN = 0.02
-"""A number counts as seen when a change of 1 % moves the weighted times by this share of 1 %."""
+"""Residual of a factor of e: keeps the solution unique."""
+LARGEST_ERROR = 1.0
+"""Relative standard error up to which a factor is decided."""
+SEEN, TRIED = 1e-3, float(np.log(4.0))
+"""A number is seen when a factor of 4, up or down, moves the weighted logarithms by so much."""
 SHORTEST = 1e-6
 """[s] Shorter ops are not compared."""
 STEP = 1e-3
@@ -47,7 +49,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         name: of it. before, after: [SI]. factor: their ratio. error: relative standard error of the
-            factor, from the residuals. seen: the runs say something about it; others are kept.
+            factor, from the residuals. decided: by the runs; other numbers are kept.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     after: float
     factor: float
     error: float
-    seen: bool
+    decided: bool
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +135,9 @@ class _Fit:
         names, number = np.unique(kinds, return_inverse=True)
         time = np.bincount(number, took * members, len(names))
         share = np.maximum(time / time.sum(), LEAST_WEIGHT)
-        found: Floats = (share / np.bincount(number, minlength=len(names)))[number]
-        return found / found.sum()
+        each: Floats = (share / np.bincount(number, minlength=len(names)))[number]
+        found: Floats = each / each.sum()
+        return found
 
     def document(self, x: Floats, sources: Sequence[str] | None = None) -> dict[str, Any]:
         """The cluster with factors ``exp(x)``."""
@@ -180,44 +183,49 @@ def calibrate(
     Raises:
         InputError: a plan does not fit the cluster, or no op can be compared.
     """
-    from scipy.optimize import least_squares
-
     cluster = merged(cluster)
     cases = [_Case(plan, run, cluster) for plan, run in runs]
     every = scales(cluster)
-    probe = _Fit(cases, cluster, every)
-    seen = _seen(probe, every)
-    which = [s for s, yes in zip(every, seen, strict=True) if yes]
-    fit = _Fit(cases, cluster, which)
-    zero = np.zeros(len(which))
-    if which:
-        found = least_squares(
-            fit.residuals, zero, bounds=(-WIDEST, WIDEST), diff_step=np.full(len(which), STEP)
-        )
-        x, errors = found.x, _errors(np.asarray(found.jac), found.fun)
-    else:
-        x, errors = zero, zero
+    fit, x, errors = _solved(cases, cluster, _seen(_Fit(cases, cluster, every)))
     plans = ", ".join(plan.hash for plan, _ in runs)
     head = f"hetlab calibrate on {date} from runs of plan {plans}"
     sources = [
         f"{head}: factor {f:.4g} +- {e:.1%} on {s.name}"
-        for s, f, e in zip(which, np.exp(x).tolist(), errors.tolist(), strict=True)
+        for s, f, e in zip(fit.which, np.exp(x).tolist(), errors.tolist(), strict=True)
     ]
     document = _titled(fit.document(x, sources), plans, date)
-    return _result(fit, x, errors, document, every, seen)
+    return _result(fit, x, errors, document, every)
 
 
-def _seen(fit: _Fit, every: Sequence[Scale]) -> list[bool]:
-    """Which numbers move some op."""
-    zero, step = np.zeros(len(every)), 1e-2
-    base = fit.off(zero)
-    found = []
-    for i in range(len(every)):
-        x = zero.copy()
-        x[i] = step
-        moved_by = np.linalg.norm(fit.weights * (fit.off(x) - base)) / step
-        found.append(bool(moved_by > SEEN))
+def _seen(fit: _Fit) -> list[Scale]:
+    """Numbers that move some op."""
+    base, found = fit.off(np.zeros(len(fit.which))), []
+    for i, scale in enumerate(fit.which):
+        tried = TRIED * np.eye(len(fit.which))[i]
+        moves = [np.linalg.norm(fit.weights * (fit.off(x) - base)) for x in (tried, -tried)]
+        if max(moves) > SEEN:
+            found.append(scale)
     return found
+
+
+def _solved(
+    cases: Sequence[_Case], cluster: dict[str, Any], which: Sequence[Scale]
+) -> tuple[_Fit, Floats, Floats]:
+    """The fit, logarithms of the factors and their errors, uncertain ones left out."""
+    from scipy.optimize import least_squares
+
+    which = list(which)
+    while which:
+        fit, zero = _Fit(cases, cluster, which), np.zeros(len(which))
+        found = least_squares(
+            fit.residuals, zero, bounds=(-WIDEST, WIDEST), diff_step=np.full(len(which), STEP)
+        )
+        errors = _errors(np.asarray(found.jac), found.fun)
+        worst = int(np.argmax(errors))
+        if errors[worst] <= LARGEST_ERROR:
+            return fit, found.x, errors
+        del which[worst]
+    return _Fit(cases, cluster, ()), np.zeros(0), np.zeros(0)
 
 
 def _errors(jacobian: Floats, residuals: Floats) -> Floats:
@@ -243,7 +251,6 @@ def _result(
     errors: Floats,
     document: dict[str, Any],
     every: Sequence[Scale],
-    seen: Sequence[bool],
 ) -> Calibration:
     before, after = (np.abs(np.exp(fit.off(at)) - 1) for at in (np.zeros(len(x)), x))
     kinds = np.array([key.kind for _, key in fit.keys])
@@ -258,9 +265,10 @@ def _result(
         changes=tuple(
             Change(
                 name=s.name, before=s.value, after=s.value * factors.get(s.name, 1.0),
-                factor=factors.get(s.name, 1.0), error=error_of.get(s.name, 0.0), seen=yes,
+                factor=factors.get(s.name, 1.0), error=error_of.get(s.name, 0.0),
+                decided=s.name in factors,
             )
-            for s, yes in zip(every, seen, strict=True)
+            for s in every
         ),
         ops=len(fit.keys),
         steps=sum(len(case.run.step_times_s) for case in fit.cases),

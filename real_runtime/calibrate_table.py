@@ -16,8 +16,12 @@ def print_calibration(console: Console, c: Calibration) -> None:
     """Print every number before and after, and the errors of ops and steps."""
     lines = [f"{'':<44}{'before':>12}{'after':>12}{'factor':>10}"]
     for x in c.changes:
-        after = f"{x.after:>12.4g}{x.factor:>10.3f} +- {x.error:.1%}" if x.seen else "  not seen"
+        after = (
+            f"{x.after:>12.4g}{x.factor:>10.3f} +- {x.error:.1%}" if x.decided else "  not decided"
+        )
         lines.append(f"{x.name:<44}{x.before:>12.4g}{after}")
+    if any(x.after > 1 for x in c.changes if x.name.endswith("efficiency")):
+        lines.append("an efficiency above 1: in the file it is 1, and the peak takes the rest")
     lines += [
         "",
         f"{'kind':<16}{'median error before':>20}{'after':>9}   of {c.ops} ops, {c.steps} steps",
@@ -28,8 +32,8 @@ def print_calibration(console: Console, c: Calibration) -> None:
     lines.append("")
     for took, old, new in c.step_times_s:
         lines.append(
-            f"step time {took * 1e3:,.1f} ms: predicted {old * 1e3:,.1f} ms ({old / took - 1:+.1%}), "
-            f"now {new * 1e3:,.1f} ms ({new / took - 1:+.1%})"
+            f"step time {took * 1e3:,.1f} ms: before {old * 1e3:,.1f} ms ({old / took - 1:+.1%}), "
+            f"after {new * 1e3:,.1f} ms ({new / took - 1:+.1%})"
         )
     lines.append("these runs were fitted; judge the profile on others")
     for line in lines:

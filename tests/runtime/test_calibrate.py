@@ -63,7 +63,7 @@ def test_a_distortion_comes_back(tmp_path: Path) -> None:
         assert factors[f"CPU {key}"] == pytest.approx(factor, rel=0.01), key
     for key, factor in LINK.items():
         assert factors[f"nodes 0 fabric {key}"] == pytest.approx(factor, rel=0.01), key
-    assert all(c.seen for c in found.changes)
+    assert all(c.decided for c in found.changes)
     assert found.error_before > 0.2 and found.error_after < 1e-3
     ((measured, before, after),) = found.step_times_s
     assert before < 0.8 * measured and after == pytest.approx(measured, rel=1e-3)
@@ -72,7 +72,7 @@ def test_a_distortion_comes_back(tmp_path: Path) -> None:
 def test_noise_of_a_twentieth_leaves_ops_as_close_and_errors_that_say_so(tmp_path: Path) -> None:
     found = calibrated(tmp_path, 0.05, uneven(), replicas())
     assert found.error_before > 0.2 and found.error_after < 0.05
-    for c in found.changes:
+    for c in (c for c in found.changes if c.decided):
         true = (CHIP | LINK)[c.name.split()[-1]]
         assert abs(c.factor / true - 1) < max(0.05, 3 * c.error), c
     well = next(c for c in found.changes if c.name == "CPU gemm_efficiency")
@@ -102,7 +102,7 @@ def test_numbers_that_no_op_shows_stay(tmp_path: Path) -> None:
     plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 3, 10)))
     run = read_run(recorded.record(tmp_path / "run", plan, problem), plan)
     found = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
-    unseen = {c.name: c.after for c in found.changes if not c.seen}
+    unseen = {c.name: c.after for c in found.changes if not c.decided}
     assert unseen == {"nodes 0 nics rate": 1.25e9, "nodes 0 nics latency": 3e-5}
     assert found.cluster["sites"][0]["nodes"][0]["nics"] == {
         "rate": "1250000000.0 B/s", "latency": "3e-05 s",
@@ -142,7 +142,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     done = hetlab("calibrate", "plan.json", "run", "--out", "better.yaml")
     assert done.returncode == 0, done.stderr
-    assert "judge the profile on others" in done.stdout and "not seen" not in done.stdout
+    assert "judge the profile on others" in done.stdout and "not decided" not in done.stdout
     text = (tmp_path / "better.yaml").read_text()
     assert f"from runs of plan {plan.hash}: factor 0.7" in text and "calibrated: true" in text
     compared = hetlab("compare", "plan.json", "run", "--cluster", "better.yaml")
