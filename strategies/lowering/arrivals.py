@@ -1,4 +1,8 @@
-"""How parameters reach a pass: updated ones of the step before, gathers, fetches from the host."""
+"""How parameters reach a pass: updated ones of the step before, gathers, fetches from the host.
+
+Parameters on the host pass through one ring of buffers in both directions: a fetched segment leaves
+its buffer with its pass, an updated one with the copy that takes it back.
+"""
 
 from __future__ import annotations
 
@@ -58,40 +62,45 @@ def add_gathers(cut: Cut) -> None:
 def add_fetches(cut: Cut) -> None:
     """Fetch parameters that live on the host, each as early as a buffer may be free.
 
-    A fetch serves a pass, or the gather that makes the shards whole.
+    A fetch serves a pass, or the gather that makes the shards whole. Where the chip updates them,
+    the updated copy takes a buffer too: from the update, which finds the master weights on the
+    chip, until it is back. Without master weights the update needs what is on the host, so it is
+    fetched once more unless it is still there.
     """
-    away = {(s.stage, s.name) for s in _named(cut).values() if "parameters" in s.offload}
+    named = _named(cut)
+    away = {key for key, s in named.items() if "parameters" in s.offload}
+    back = {key for key in away if "optimizer" not in named[key].offload}
 
-    def fetch(use: Op, s: Segment) -> Op:
+    def fetch(use: Op, s: Segment) -> Op | None:
+        if use.kind == "OPT" and cut.settings.masters:
+            return None
         kind = FETCH_F.name if use.kind in ("F", "UNSHARD") else FETCH_B.name
         source = "OPT" if "optimizer" in s.offload else "D2H"
         made = cut.op(kind, s, mb=use.mb, priority=cut.key(s, kind))
         return msgspec.structs.replace(made, deps=(Dep(cut.op(source, s).name, 1),))
 
-    _bring(
-        cut,
-        [
-            i
-            for i, op in enumerate(cut.ops)
-            if (op.stage, op.label) in away
-            and (op.kind in GATHERS if op.stage in cut.gathered else op.kind in PASSES)
-        ],
-        fetch,
-    )
+    def uses(op: Op) -> bool:
+        key = (op.stage, op.label)
+        if op.kind in ("OPT", "D2H"):
+            return key in back
+        return key in away and op.kind in (GATHERS if op.stage in cut.gathered else PASSES)
+
+    _bring(cut, [i for i, op in enumerate(cut.ops) if uses(op)], fetch)
 
 
 def _named(cut: Cut) -> dict[tuple[int, str], Segment]:
     return {(s.stage, s.name): s for mine in cut.segments.values() for s in mine}
 
 
-def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op]) -> None:
+def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None]) -> None:
     """List what brings parameters before the ops that use them, through a ring of buffers.
 
     Consecutive uses of one segment share a buffer: the last block's forward and backward.
 
     Args:
         cut: whose ops. users: positions of the uses, rising.
-        make: (first use, its segment) -> the op that brings it, with its other dependencies.
+        make: (first use, its segment) -> the op that brings it, with its other dependencies; None
+            where the first use itself fills the buffer.
     """
     named = _named(cut)
     holds: list[list[int]] = []
@@ -105,17 +114,21 @@ def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op]) -> Non
     listed: dict[int, list[Op]] = defaultdict(list)
     for k, uses in enumerate(holds):
         op = cut.ops[uses[0]]
-        brings = make(op, named[op.stage, op.label])
         # The ring goes round: the first slots were left in a step before.
         steps, before = divmod(k - slots, len(holds))
-        deps = [
-            *(brings.deps or ()),
+        free = [
             Dep(cut.ops[holds[before][-1]].name, -steps),
             *(_ended(cut) if cut.settings.whole and k < slots else ()),
         ]
+        brings = make(op, named[op.stage, op.label])
+        if brings is None:
+            cut.extra[op.name] += free
+            continue
+        deps = (*(brings.deps or ()), *free)
         brings = msgspec.structs.replace(brings, deps=tuple(dict.fromkeys(deps)))
         for use in uses:
-            cut.extra[cut.ops[use].name].append(Dep(brings.name))
+            if cut.ops[use].kind != "D2H":
+                cut.extra[cut.ops[use].name].append(Dep(brings.name))
         listed[holds[k - slots][-1] if k >= slots else -1].append(brings)
     ops = list(listed[-1])
     for i, op in enumerate(cut.ops):

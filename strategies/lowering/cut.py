@@ -24,6 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     priority: bool = True
     clipping: str = "none"
     whole: bool = False
+    masters: bool = True
 
 
 class Cut:

@@ -5,7 +5,8 @@ Per segment, as the placement says:
 * optimizer on the host: backward, REDUCE_GRAD, D2H of the gradient, OPT on the host, H2D of the
   updated parameters, for which the next step's forward waits and for nothing else;
 * parameters on the host: a fetch before each use, into a ring of buffers whose slot the use before
-  must have left; an updated copy goes back where the optimizer stays on the chip.
+  must have left; where the optimizer stays on the chip, an updated copy goes back through the same
+  ring.
 
 With several microbatches the gradient adds up on the chip and leaves after the last.
 
@@ -24,10 +25,12 @@ from typing import Any
 import msgspec
 
 from sim.errors import PlanError
+from sim.plan.arguments import takes
 from sim.plan.op import Ref
 from sim.plan.placement import Segment
 from sim.plan.plan import Plan
 from sim.plan.variant import Variant
+from strategies.lowering.arguments import SegmentArguments
 from strategies.lowering.arrivals import add_fetches, add_gathers, wait_for_updates
 from strategies.lowering.cut import Cut, Settings
 from strategies.lowering.updates import CLIPPING, SPECULATION, add_norm, add_updates
@@ -35,6 +38,7 @@ from strategies.lowering.updates import CLIPPING, SPECULATION, add_norm, add_upd
 __all__ = ["segments"]
 
 
+@takes(SegmentArguments)
 def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """Cut stages into their segments and add what the host does for them.
 
@@ -42,7 +46,8 @@ def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[
         variants, plan: of the lowering.
         args: ``priority``: host streams serve the first segments first (else list order).
             ``clipping``: one of ``CLIPPING``. ``whole_steps``: nothing of a step begins before the
-            step before has ended on its rank.
+            step before has ended on its rank. ``masters`` False: there are no master weights on a
+            chip that updates parameters of the host, which are then fetched for the update.
 
     Raises:
         PlanError: unknown clipping; a plan that this pass does not carry (experts over several
@@ -62,6 +67,7 @@ def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[
         priority=bool(args.get("priority", True)),
         clipping=clipping,
         whole=bool(args.get("whole_steps", False)),
+        masters=bool(args.get("masters", True)),
     )
     return [_cut(Cut(v, plan, found, settings)) for v in variants]
 

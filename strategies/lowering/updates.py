@@ -130,10 +130,12 @@ def add_norm(cut: Cut) -> None:
         if clipping == "global":
             _wait(cut, deps)
     elif clipping == "global":
-        # The norm comes before every update in the list, as it does in time.
-        rest = [op for op in cut.ops if op.kind != "OPT"]
+        # The norm comes before every update in the list, as it does in time, and what an update
+        # sends to the host stays right behind it: the next may wait for its buffer.
+        moved = [op for op in cut.ops if op.kind == "OPT" or op.amount == "parameters"]
+        rest = [op for op in cut.ops if op.kind != "OPT" and op.amount != "parameters"]
         at = 1 + max(i for i, op in enumerate(rest) if op.name in cut.ready)
-        cut.ops = [*rest[:at], norm, *updates, *rest[at:]]
+        cut.ops = [*rest[:at], norm, *moved, *rest[at:]]
         _wait(cut, (Dep(norm.name),))
     else:
         at = 1 + max(i for i, op in enumerate(cut.ops) if op.name in cut.ready)

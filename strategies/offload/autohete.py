@@ -52,7 +52,8 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         priority: the host's streams serve what the next forward needs first.
         clipping: what an update waits for, see strategies.lowering.updates.CLIPPING.
         whole_steps: a step begins when the one before has ended.
-        parameter_buffers, gradient_buffers: layers on their way, on each chip.
+        parameter_buffers, gradient_buffers: layers on their way, on each chip; parameters go both
+            ways through theirs.
         failure_rate: share of steps whose check fails ("speculate" only); assumed.
     """
 
@@ -122,7 +123,7 @@ class AutoHete:
             "priority": knobs.priority,
             "clipping": knobs.clipping,
             "whole_steps": knobs.whole_steps,
-        }
+        } | ({} if problem.job.master_weights else {"masters": False})
         return fill(
             given,
             self.name,

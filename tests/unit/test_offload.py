@@ -37,7 +37,9 @@ LAYERS = 4
 
 
 @cache
-def gpt(chips: int, batch: int, microbatch: int = 1, update: str = "0.5 ns") -> Problem:
+def gpt(
+    chips: int, batch: int, microbatch: int = 1, update: str = "0.5 ns", dtype: str = "bf16"
+) -> Problem:
     """A small GPT on chips of one node; communication and updates take as long as compute."""
     node = {
         "accelerator": "A100-SXM4-80GB",
@@ -60,7 +62,8 @@ def gpt(chips: int, batch: int, microbatch: int = 1, update: str = "0.5 ns") -> 
         "global_batch": batch,
         "sequence_length": 1024,
         "microbatch": microbatch,
-        "gradient_dtype": "bf16",
+        "dtype": dtype,
+        "gradient_dtype": dtype,
         "limits": {"allow_inexact": True},
     }
     cluster = {"name": "one", "sites": [{"name": "hall", "nodes": [{"count": 1, **node}]}]}
@@ -191,17 +194,23 @@ def rings_hold(plan: Plan, run: Run) -> None:
     """Never more parameters or gradients on their way than there are buffers."""
     at, placement = spans(run), plan.placement
     away = {(s.stage, s.name) for s in placement.segments if "parameters" in s.offload}
-    passes = sorted((v, k) for k, v in at.items() if k[1] in ("F", "B") and k[2:4] in away)
+    streamed = {(s.stage, s.name) for s in placement.segments if "optimizer" in s.offload}
+    passes = [(v, k) for k, v in at.items() if k[1] in ("F", "B") and k[2:4] in away]
+    # An update on the chip leaves its buffer when its copy is back on the host.
+    passes += [
+        ((v[0], at[k[0], "D2H", *k[2:]][1]), k)
+        for k, v in at.items()
+        if k[1] == "OPT" and k[2:4] in away - streamed
+    ]
     held = []
-    for (step, _), group in groupby(passes, key=lambda x: (x[1][0], x[1][2:4])):
+    for (step, _), group in groupby(sorted(passes), key=lambda x: (x[1][0], x[1][2:4])):
         uses = list(group)
-        (start, _), (_, kind, stage, label, mb) = uses[0]
-        came = at.pop((step, f"FETCH_{kind}", stage, label, mb))
+        (start, _), (_, kind, *what) = uses[0]
+        came = (start, start) if kind == "OPT" else at.pop((step, f"FETCH_{kind}", *what))
         assert came[1] <= start
         held += [(came[0], 1), (uses[-1][0][1], -1)]
     assert not any(k[1].startswith("FETCH") for k in at)
     most(held, placement.parameter_buffers)
-    streamed = {(s.stage, s.name) for s in placement.segments if "optimizer" in s.offload}
     held = []
     for (step, kind, stage, label, _), (start, _) in at.items():
         if kind == "B" and (stage, label) in streamed and placement.microbatches[0] == 1:

@@ -90,7 +90,14 @@ def fetches(plan: Plan, run: Run) -> Iterator[tuple[float, float]]:
     }
     away = {s.name for s in plan.placement.segments if "parameters" in s.offload}
     both = {s.name for s in plan.placement.segments if len(s.offload) == 2}
-    passes = sorted((v, k) for k, v in at.items() if k[1] in ("F", "B") and k[2] in away)
+    passes = [(v, k) for k, v in at.items() if k[1] in ("F", "B") and k[2] in away]
+    # An update on the chip leaves its buffer when its copy is back on the host.
+    passes += [
+        ((v[0], at[k[0], "D2H", k[2]][1]), k)
+        for k, v in at.items()
+        if k[1] == "OPT" and k[2] in away - both
+    ]
+    passes.sort()
     left: list[float] = []
     for (step, label), group in itertools.groupby(passes, key=lambda x: (x[1][0], x[1][2])):
         uses = list(group)
