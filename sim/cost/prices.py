@@ -35,6 +35,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
         link_rates: [B/s] per link index. link_names: per link index.
         nbytes: [B] per node, for reports. flops: [FLOP] per node.
         wires: node -> link indices its formula-priced bytes cross, for the link report.
+        alone: node -> (fixed part [s], what the bytes then take when no other stream is on their
+            links [s]), where that is less than ``seconds`` or more than the flows' caps say.
         carried: node -> (link index, bytes [B]) that all members of the node put on links apart
             from what its flows put there: with ``link_bytes`` of the network it adds up to every
             byte. A folded node's members use links that its representative does not.
@@ -55,6 +57,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: NDArray[np.float64] | None = None
     flops: NDArray[np.float64] | None = None
     wires: dict[int, tuple[int, ...]] = {}
+    alone: dict[int, tuple[float, float]] = {}
     carried: dict[int, tuple[tuple[int, float], ...]] = {}
     inner_comm_s: dict[str, NDArray[np.float64]] = {}
     rank_keys: tuple[int, ...] = ()

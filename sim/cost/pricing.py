@@ -153,16 +153,20 @@ class _Pricer:
         self.answers.send(self.streams)
         shared = Shared(self.streams, self.watched)
         answers = self.answers.prices(self.streams, shared, self.host, self.contention)
-        flows, carried, crossed = {}, {}, {}
+        flows, alone, carried, crossed = {}, {}, {}, {}
         for number, nodes in of_message.items():
             message = self.streams.uses[number][1]
             mine = shared.flows(number) if self.contention and shared.shares(number) else ()
+            formula = None
             if mine:
                 self.seconds[nodes] = message.fixed_s
                 flows.update(dict.fromkeys(nodes, mine))
             else:
-                alone = shared.formula(number) if self.contention else message.private_s
-                self.seconds[nodes] = alone
+                formula = shared.formula(number) if self.contention else message.private_s
+                self.seconds[nodes] = formula
+            bare = message.alone(formula)
+            if bare is not None:
+                alone.update(dict.fromkeys(nodes, bare))
             apart = shared.carried(number, mine)
             if apart:
                 carried.update(dict.fromkeys(nodes, apart))
@@ -184,6 +188,7 @@ class _Pricer:
             nbytes=self.nbytes,
             flops=self.flops,
             wires=crossed,
+            alone=alone,
             carried=carried,
             inner_comm_s={
                 role: row for role, row in zip(INNER_GROUPS, self.inner, strict=True) if row.any()

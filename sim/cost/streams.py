@@ -22,6 +22,10 @@ from sim.plan.wiring import Wiring
 __all__ = ["Members", "Message", "Streams", "group_message", "pair_message"]
 
 
+_SAME = 1e-12
+"""Times this close, relatively, are equal."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What one op of a wire sends.
 
@@ -40,6 +44,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     caps: tuple[float, ...] = ()
     in_order: bool = False
     nbytes: float = 0.0
+
+    def alone(self, formula_s: float | None) -> tuple[float, float] | None:
+        """Return (fixed part [s], time of the bytes alone [s]) where an overlap must know both.
+
+        Args:
+            formula_s: [s] the message's price, None where its bytes are flows.
+
+        Returns:
+            None where the bytes take as long alone as the formula or the flows' caps say.
+        """
+        own = self.private_s - self.fixed_s
+        if not self.hops or own <= 0.0:
+            return None
+        if formula_s is not None:
+            differs = own < (formula_s - self.fixed_s) * (1 - _SAME)
+        else:
+            capped = max(size / cap for size, cap in zip(self.sizes, self.caps, strict=True))
+            differs = own > capped * (1 + _SAME)
+        return (self.fixed_s, own) if differs else None
 
 
 def pair_message(machine: Machine, src: int, dst: int, nbytes: float) -> Message:

@@ -3,6 +3,10 @@
 While both run on one chip, its compute ops go at 1 / compute_slowdown and the communication at
 1 / comm_slowdown of their own pace. So both become fluid: an op has work left, and every start or
 end on its chip re-prices what else runs there.
+
+A slow-down lowers what a transfer's own chips can move, so it costs time only where they set the
+pace: bytes that wait for a link which others use, too, go no slower than that link lets them. That
+holds alike for flows, whose caps sink, and for formulas, which stand for several equal streams.
 """
 
 from __future__ import annotations
@@ -19,16 +23,24 @@ __all__ = ["Overlap"]
 
 
 class _Job:
-    """An op that runs: work left [s at full pace], pace, and when that was last true."""
+    """An op that runs: work left [s at full pace], pace, and when that was last true.
 
-    __slots__ = ("actors", "compute", "flows", "left", "node", "pace", "since", "version")
+    Its own pace at full speed is ``room`` times what the links grant; ``after`` is (left, room) of
+    what follows.
+    """
+
+    __slots__ = (
+        "actors", "after", "compute", "flows", "left", "node", "pace", "room", "since", "version",
+    )  # fmt: skip
 
     def __init__(
         self, node: int, actors: tuple[int, ...], compute: bool, left: float, now: float
     ) -> None:
         self.node, self.actors, self.compute, self.left = node, actors, compute, left
         self.since, self.pace, self.version = now, 1.0, 0
-        self.flows: list[tuple[Flow, float]] = []
+        self.room = 1.0
+        self.after: tuple[float, float] | None = None
+        self.flows: list[tuple[Flow, float, float]] = []
 
 
 class Overlap:
@@ -64,6 +76,9 @@ class Overlap:
         now = run.kernel.now
         left = run.finish_of(node, now) - now if run.finish_of else run.seconds[node]
         job = _Job(node, mine, wire < 0, left, now)
+        if node in run.prices.alone and node not in run.prices.flows:
+            fixed, own = run.prices.alone[node]
+            job.left, job.after = fixed, (left - fixed, (left - fixed) / own)
         for a in mine:
             (self.compute if job.compute else self.comm)[a][node] = job
         self._reprice(mine)
@@ -72,7 +87,7 @@ class Overlap:
     def _pace(self, job: _Job) -> float:
         others = self.comm if job.compute else self.compute
         slow = [self.factors[a][0 if job.compute else 1] for a in job.actors if others[a]]
-        return 1.0 / max(slow, default=1.0)
+        return min(job.room / max(slow, default=1.0), 1.0)
 
     def _reprice(self, actors: tuple[int, ...]) -> None:
         """Everything that runs on these chips gets the pace that now holds."""
@@ -85,8 +100,8 @@ class Overlap:
                 job.left = max(0.0, job.left - (now - job.since) * job.pace)
                 job.since, job.pace = now, pace
                 if job.flows:
-                    for flow, cap in job.flows:
-                        self.run.network.set_cap(flow, cap * pace)
+                    for flow, cap, own in job.flows:
+                        self.run.network.set_cap(flow, cap if pace == 1.0 else own * pace)
                 else:
                     self._arm(job)
 
@@ -103,7 +118,11 @@ class Overlap:
         if version != job.version:
             return
         specs = self.run.prices.flows.get(job.node, ())
-        if specs and not job.flows:
+        if job.after:
+            (job.left, job.room), job.after = job.after, None
+            job.since, job.pace = self.run.kernel.now, self._pace(job)
+            self._arm(job)
+        elif specs and not job.flows:
             job.left = inf
             self.run.kernel.call_at(self.run.kernel.now, self._launch, NORMAL, (job, specs))
         else:
@@ -114,6 +133,7 @@ class Overlap:
         job, specs = what
         run, waiting = self.run, [len(what[1])]
         rates = run.prices.link_rates
+        alone_s = run.prices.alone.get(job.node, (0.0, 0.0))[1]
 
         def done(_: float) -> None:
             waiting[0] -= 1
@@ -122,9 +142,10 @@ class Overlap:
 
         for spec in specs:
             cap = min([spec.cap, *(rates[link] for link, _ in spec.links)])
-            job.flows.append(
-                (run.network.start(spec.links, spec.nbytes, done, cap=cap * job.pace), cap)
-            )
+            own = min(cap, spec.nbytes / alone_s) if alone_s else cap
+            now = cap if job.pace == 1.0 else own * job.pace
+            flow = run.network.start(spec.links, spec.nbytes, done, cap=now)
+            job.flows.append((flow, cap, own))
 
     def _end(self, job: _Job) -> None:
         for a in job.actors:
