@@ -20,7 +20,7 @@ import msgspec
 from sim.errors import PlanError
 from sim.plan.kinds import KINDS
 
-__all__ = ["Dep", "Op", "Ref", "format_op", "parse_op"]
+__all__ = ["Dep", "Op", "Ref", "format_op", "is_label", "parse_op"]
 
 
 class Ref(msgspec.Struct, frozen=True, gc=False):
@@ -95,6 +95,11 @@ def _name(stage: int, kind: str, mb: int, part: int, label: str) -> str:
     if part >= 0:
         text += f".{part}"
     return f"{text}[{label}]" if label else text
+
+
+def is_label(text: str) -> bool:
+    """Whether a label can be read back from an op's text; "" stands for none."""
+    return re.fullmatch(r"[^\]\s]*", text) is not None
 
 
 def _split_kind(text: str, whole: str) -> tuple[int, str, int]:

@@ -8,12 +8,14 @@ recomputation. Further passes come from the entry-point group ``hetlab.lowering`
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from sim.errors import PlanError
+from sim.plan.arguments import Arguments, check_call, takes
 from sim.plan.deps import EXPERTS
 from sim.plan.op import Dep, Op
 from sim.plan.p2p import blocking_p2p, blocking_sends, transfers
@@ -22,13 +24,31 @@ from sim.plan.program import Program, parse_program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
 from sim.plan.variant import Pass, Variant, program_of
 
-__all__ = ["PASSES", "expand", "standard_calls"]
+__all__ = ["MAX_MICROBATCHES", "PASSES", "expand", "find_pass", "standard_calls"]
 
+MAX_MICROBATCHES = 100_000
+"""Most microbatches, and chunks, that are laid out."""
 
 SAVES = {"none": "all", "selective": "selective", "full": "inputs"}
 """What F keeps under each recomputation policy."""
 
 
+class ScheduleArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``name`` of a schedule and its ``chunks`` per position, or an ``order`` written out."""
+
+    name: str = "1f1b"
+    chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_MICROBATCHES)] = 2
+    order: tuple[str, ...] = ()
+
+
+class GradientArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Virtual stages with routed ``experts``, and those that share a parameter (``tied``)."""
+
+    experts: tuple[int, ...] = ()
+    tied: tuple[int, ...] = ()
+
+
+@takes(ScheduleArguments)
 def _schedule(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """The compute order of each position: a named schedule's, or one written out."""
     name = args.get("name", "1f1b")
@@ -76,6 +96,7 @@ def _compute(variant: Variant, slot: tuple[str, int, int]) -> Op:
     )
 
 
+@takes(Arguments)
 def _split_backward(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """B as I then W: the send of the input gradient runs under W (H2, overlapped P2P)."""
 
@@ -94,6 +115,7 @@ def _split_backward(variants: list[Variant], plan: Plan, args: dict[str, Any]) -
     return [msgspec.structs.replace(v, ops=split(v.ops)) for v in variants]
 
 
+@takes(GradientArguments)
 def _gradients(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """REDUCE_GRAD behind a stage's last gradient; OPT at the end, then what OPT must share."""
     replicated = plan.placement.num_replicas > 1 or any(c.cp > 1 for c in plan.placement.cells)
@@ -143,12 +165,11 @@ def _optimizer(stage: int, ops: list[Op], tied: bool) -> Op:
 PASSES: dict[str, Pass] = {
     "schedule": _schedule,
     "split_backward": _split_backward,
-    "transfers": transfers,
+    "transfers": takes(Arguments)(transfers),
     "gradients": _gradients,
-    "blocking_sends": blocking_sends,
-    "blocking_p2p": blocking_p2p,
+    "blocking_sends": takes(Arguments)(blocking_sends),
+    "blocking_p2p": takes(Arguments)(blocking_p2p),
 }
-VERSIONS = dict.fromkeys(PASSES, 1)
 
 
 def standard_calls(
@@ -185,26 +206,31 @@ def standard_calls(
     return tuple(calls)
 
 
-def _find(call: Call) -> Pass:
-    if call.name in PASSES:
-        if call.version > VERSIONS[call.name]:
-            raise PlanError(
-                f"lowering pass {call.name} of a newer version",
-                key="lowering",
-                found=f"version {call.version}",
-                expected=f"at most {VERSIONS[call.name]}",
-            )
-        return PASSES[call.name]
+def find_pass(call: Call) -> Pass:
+    """Return the pass that a call names.
+
+    Raises:
+        PlanError: it is not installed, or takes no such version or arguments.
+    """
+    found = PASSES.get(call.name) or _installed(call.name)
+    if found is None:
+        raise PlanError(
+            "a lowering pass of this plan is not installed",
+            key="lowering",
+            found=call.name,
+            expected="one of " + " ".join(sorted(PASSES)),
+        )
+    check_call(call, found)
+    return found
+
+
+@cache
+def _installed(name: str) -> Pass | None:
     for entry in entry_points(group="hetlab.lowering"):
-        if entry.name == call.name:
+        if entry.name == name:
             found: Pass = entry.load()
             return found
-    raise PlanError(
-        "a lowering pass of this plan is not installed",
-        key="lowering",
-        found=call.name,
-        expected="one of " + " ".join(sorted(PASSES)),
-    )
+    return None
 
 
 def expand(plan: Plan) -> tuple[Program, ...]:
@@ -219,7 +245,7 @@ def expand(plan: Plan) -> tuple[Program, ...]:
         return explicit
     variants = [v for v in _variants(plan) if not covered.issuperset(v.ranks)]
     for call in plan.lowering:
-        variants = _find(call)(variants, plan, call.args)
+        variants = find_pass(call)(variants, plan, call.args)
     return explicit + tuple(
         program_of(v, plan.barrier and plan.placement.num_ranks > 1) for v in variants
     )

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from sim.errors import PlanError
 from sim.plan.layers import SEGMENTS
 from sim.plan.lower import amounts_of, boundaries_of
+from sim.plan.numbers import check_amounts
+from sim.plan.op import is_label
+from sim.plan.passes import MAX_MICROBATCHES, PASSES, find_pass
+from sim.plan.placement import Segment
 from sim.plan.plan import Plan
 from sim.plan.schedules import SCHEDULES
 from sim.problem import Problem
@@ -15,8 +19,7 @@ from sim.problem import Problem
 __all__ = ["check_belongs", "check_structure"]
 
 MAX_RANKS = 1_000_000
-MAX_MICROBATCHES = 100_000
-"""Largest sizes that are laid out: a plan file must not be able to exhaust memory."""
+"""Most ranks that are laid out: a plan file must not be able to exhaust memory."""
 
 
 def check_structure(plan: Plan) -> None:
@@ -29,7 +32,9 @@ def check_structure(plan: Plan) -> None:
     _sizes(plan)
     _grid(plan)
     _segments(plan)
+    _kept(plan)
     _lowering(plan)
+    check_amounts(plan.amounts)
 
 
 def check_belongs(plan: Plan, problem: Problem) -> None:
@@ -112,6 +117,8 @@ def _sizes(plan: Plan) -> None:
         "mathematics.sequence_length": math.sequence_length,
         "mathematics.microbatch": math.microbatch,
         "placement.ep": placement.ep,
+        "placement.parameter_buffers": placement.parameter_buffers,
+        "placement.gradient_buffers": placement.gradient_buffers,
         "placement.nvme_buffers": placement.nvme_buffers,
     }
     positive |= {f"cells[{i}].tp": c.tp for i, c in enumerate(placement.cells)}
@@ -210,6 +217,11 @@ def _segments(plan: Plan) -> None:
     spans = sorted(s.blocks for s in placement.segments)
     if not any(spans) or all(s == (0, 0) for s in spans):
         return
+    if [s.blocks for s in placement.segments] != spans and _finer(placement.segments):
+        raise PlanError(
+            "segments come in the order of their blocks", key="placement.segments",
+            found=" ".join(f"{a}-{b}" for a, b in (s.blocks for s in placement.segments)),
+        )  # fmt: skip
     expected = 0
     for first, last in spans:
         if first != expected or last <= first:
@@ -221,44 +233,60 @@ def _segments(plan: Plan) -> None:
         expected = last
 
 
+def _finer(segments: Sequence[Segment]) -> bool:
+    return len({s.stage for s in segments}) < len(segments)
+
+
+def _kept(plan: Plan) -> None:
+    """A stage sits in one place, its segments have names of their own, and can be said to live."""
+    place: dict[int, int] = {}
+    seen: set[tuple[int, str]] = set()
+    for s in plan.placement.segments:
+        where = f"segment {s.name or s.blocks} of stage {s.stage}"
+        if place.setdefault(s.stage, s.cell) != s.cell:
+            raise PlanError(
+                f"{where} sits in another cell than its stage", key="placement.segments",
+                found=str(s.cell), expected=str(place[s.stage]),
+            )  # fmt: skip
+        if (s.stage, s.name) in seen or not is_label(s.name):
+            raise PlanError(
+                f"{where} needs a name of its own", key="placement.segments", found=repr(s.name),
+                expected="one that no other has, without spaces and ]",
+            )  # fmt: skip
+        seen.add((s.stage, s.name))
+        twice = len(set(s.offload)) < len(s.offload)
+        if twice or ("nvme" in s.offload and "optimizer" not in s.offload):
+            raise PlanError(
+                f"{where} is twice on the host" if twice
+                else f"{where} is on NVMe and its optimizer is not on the host",
+                key="placement.segments", found=" ".join(s.offload),
+                expected="parameters and optimizer once each; nvme beside optimizer",
+            )  # fmt: skip
+
+
 def _lowering(plan: Plan) -> None:
-    """The generator comes first, and arguments of the built-in calls have their types."""
+    """Passes are installed and take what the calls say, each once, and a generator comes first."""
     if not plan.lowering:
         return
-    types: dict[str, type | tuple[type, ...]] = {
-        "name": str,
-        "chunks": int,
-        "order": (list, tuple),
-        "experts": (list, tuple),
-        "tied": (list, tuple),
-    }
-    for call in plan.lowering:
-        for name, value in call.args.items():
-            wanted = types.get(name)
-            if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
-                raise PlanError(
-                    f"an argument of the lowering call {call.name} has the wrong type",
-                    key=f"lowering.{call.name}.{name}", found=repr(value)[:60],
-                )  # fmt: skip
+    names = [call.name for call in plan.lowering]
+    for i, call in enumerate(plan.lowering):
+        find_pass(call)
+        if call.name in names[:i] or (call.name == "schedule" and i):
+            raise PlanError(
+                f"the lowering pass {call.name} would undo what stands before it",
+                key="lowering", found=" ".join(names),
+                expected=f"{call.name} once" + (", and first" if call.name == "schedule" else ""),
+            )  # fmt: skip
     first = plan.lowering[0]
-    if first.name in ("split_backward", "transfers", "gradients", "blocking_sends", "blocking_p2p"):
+    if first.name in PASSES and first.name != "schedule":
         raise PlanError(
             "the lowering starts with a generator",
             key="lowering",
             found=first.name,
             expected="schedule",
         )
-    chunks = first.args.get("chunks", 1)
-    if first.name == "schedule" and (chunks < 1 or chunks > MAX_MICROBATCHES):
+    name = first.args.get("name", "1f1b")
+    if first.name == "schedule" and not first.args.get("order") and name not in SCHEDULES:
         raise PlanError(
-            "chunks must be positive", key="lowering.schedule.chunks", found=str(chunks)
+            "unknown schedule", key="lowering", found=name, expected=" ".join(sorted(SCHEDULES))
         )
-    if first.name == "schedule" and not first.args.get("order"):
-        name = first.args.get("name", "1f1b")
-        if name not in SCHEDULES:
-            raise PlanError(
-                "unknown schedule",
-                key="lowering",
-                found=str(name),
-                expected=" ".join(sorted(SCHEDULES)),
-            )

@@ -14,6 +14,7 @@ from typing import Any
 
 from sim.errors import PlanError
 from sim.plan.generators import generated_rows
+from sim.plan.numbers import check_values
 from sim.plan.op import Ref
 from sim.plan.plan import Table
 
@@ -84,10 +85,15 @@ def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resol
 
     Raises:
         PlanError: an origin is unknown or contradicts the table's other fields, a controller or
-            generator is not registered, or tables read one another in a circle.
+            generator is not registered, tables read one another in a circle, or a value is no
+            amount.
     """
     for name, table in tables.items():
         _check_origin(name, table)
+        for key, value in table.initial.items():
+            check_values(name, key, [value])
+        for key, values in table.values.items():
+            check_values(name, key, values)
     rows: dict[str, list[Values]] = {}
     waiting = dict(tables)
     while waiting:
@@ -99,7 +105,11 @@ def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resol
                 found=", ".join(sorted(waiting)),
             )
         for name in ready:
-            rows[name] = _rows(name, waiting.pop(name), rows, steps, seed)
+            table = waiting.pop(name)
+            rows[name] = _rows(name, table, rows, steps, seed)
+            for row in rows[name] if table.origin != "file" else ():
+                for key, value in row.items():
+                    check_values(name, key, [value])
     return Resolved(rows, {n: t.initial for n, t in tables.items()})
 
 

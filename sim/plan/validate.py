@@ -11,6 +11,7 @@ from sim.plan.fold import fold_plan, relations
 from sim.plan.fresh import prove_fresh
 from sim.plan.gradients import prove_updates
 from sim.plan.graph import build_graph
+from sim.plan.hosted import prove_hosted
 from sim.plan.kinds import KINDS
 from sim.plan.op import Op
 from sim.plan.order import find_cycle
@@ -35,8 +36,9 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
     gradient is reduced once and applied once, after all of it is there; only inexact plans read
     whatever version there is, or compute before an update of the step before; members list the
     same order and nothing waits in a circle with the declared buffers; live activations and
-    gathered parameters are back where they were after every step. With a problem, also that its
-    model is placed whole and that amounts are the model's.
+    gathered parameters are back where they were after every step; what segments keep on the host
+    and replicas share is moved by ops (sim.plan.hosted). With a problem, also that its model is
+    placed whole and that amounts are the model's.
 
     Args:
         plan: to check. problem: what it is for; None takes the one the plan carries, if any.
@@ -75,6 +77,7 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
             expected="an order in which every op can start",
         )
     prove_updates(graph, wiring)
+    prove_hosted(plan, programs, wiring)
     if plan.exact:
         prove_fresh(graph)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from sim.errors import PlanError
+from sim.plan.arguments import Arguments, takes
 from sim.plan.deps import resolve
 from sim.plan.flat import flatten
 from sim.plan.op import Dep, Op
@@ -23,12 +24,26 @@ from sim.plan.plan import Plan
 from sim.plan.program import STEPS, Block, Program
 from sim.plan.variant import Variant
 
-__all__ = ["delayed", "server_of"]
+__all__ = ["DelayedArguments", "delayed", "server_of"]
 
 DROPPED = ("REDUCE_GRAD", "OPT")
 """What a worker's program has no use for: its server updates."""
 
 
+class DelayedArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the pass, see there; the last two are for the memory model."""
+
+    variant: Literal["allreduce", "server"]
+    tau: Annotated[int, msgspec.Meta(ge=1)] = 1
+    shards: Annotated[int, msgspec.Meta(ge=1)] = 1
+    reads: Literal["latest", "current"] = "latest"
+    stream: Literal["", "compute"] = ""
+    slack: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    late_gradients: Annotated[int, msgspec.Meta(ge=0)] = 0
+    remote_optimizer: bool = False
+
+
+@takes(DelayedArguments)
 def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """Turn synchronous programs into delayed ones.
 
@@ -42,9 +57,10 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
     Raises:
         PlanError: the servers are not as many as the parts.
     """
-    if args["variant"] == "allreduce":
-        return [_late(v, args["tau"]) for v in variants]
-    placement, shards = plan.placement, args["shards"]
+    given = msgspec.convert(args, DelayedArguments)
+    if given.variant == "allreduce":
+        return [_late(v, given.tau) for v in variants]
+    placement, shards = plan.placement, given.shards
     stages = [s.stage for s in placement.stages]
     if len(placement.extra_ranks) != shards * len(stages):
         raise PlanError(
@@ -56,7 +72,7 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
     found = [w for v in variants for w in _workers(v, placement, shards)]
     for stage in stages:
         ranks = tuple(server_of(placement, shards, stage, k) for k in range(shards))
-        found.append(_server(stage, ranks, args))
+        found.append(_server(stage, ranks, given))
     return found
 
 
@@ -73,13 +89,13 @@ def _late(variant: Variant, tau: int) -> Variant:
     return msgspec.structs.replace(variant, ops=tuple(ops))
 
 
-def _server(stage: int, ranks: tuple[int, ...], args: dict[str, Any]) -> Variant:
-    push = Op(kind="APPLY", writes="next", amount=f"update{stage}", stream=args.get("stream", ""))
+def _server(stage: int, ranks: tuple[int, ...], given: DelayedArguments) -> Variant:
+    push = Op(kind="APPLY", writes="next", amount=f"update{stage}", stream=given.stream)
     pull = Op(
         kind="SEND_F",
-        reads=args["reads"],
+        reads=given.reads,
         amount=f"parameters{stage}",
-        slack=args.get("slack", -1),
+        slack=given.slack,
     )
     return Variant(
         position=-1,

@@ -7,18 +7,28 @@ streaming form a step is the part of a round between two exchanges, each of anot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from sim.plan.arguments import Arguments, takes
 from sim.plan.op import Dep, Op
 from sim.plan.plan import Plan
 from sim.plan.program import STEPS, Block
 from sim.plan.variant import Variant
 
-__all__ = ["local_steps"]
+__all__ = ["LocalArguments", "local_steps"]
 
 
+class LocalArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the pass, see there; the last one is for the memory model [B]."""
+
+    inner: Annotated[int, msgspec.Meta(ge=1)]
+    overlap: bool
+    outer_bytes: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+@takes(LocalArguments)
 def local_steps(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """Repeat the steps of a worker and exchange behind them.
 

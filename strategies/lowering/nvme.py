@@ -22,11 +22,13 @@ from typing import Any
 import msgspec
 
 from sim.errors import PlanError
+from sim.plan.arguments import takes
 from sim.plan.kinds import Kind, register
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Segment
 from sim.plan.plan import Call, Plan
 from sim.plan.variant import Variant
+from strategies.lowering.arguments import NvmeArguments
 from strategies.lowering.kinds import FETCH_B, FETCH_F
 
 __all__ = ["NVME_READ", "NVME_READ_B", "NVME_READ_F", "NVME_WRITE", "drives", "nvme"]
@@ -56,6 +58,7 @@ def drives(segments: Sequence[Segment], whole_steps: bool) -> list[Call]:
     return [Call("nvme", 1, {"whole_steps": whole_steps})] if used else []
 
 
+@takes(NvmeArguments)
 def nvme(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Variant]:
     """Add reads and writes of what lives on NVMe.
 
