@@ -6,7 +6,7 @@ An op whose links (sim.cost.host_links) nobody else uses is a formula, otherwise
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import msgspec
 
@@ -25,12 +25,20 @@ from sim.hardware.machine import Node
 from sim.plan.graph import OpGraph
 from sim.plan.kinds import KINDS
 from sim.plan.op import Op
+from sim.plan.plan import Amount
+from sim.spec.job import Job
 
 __all__ = ["HOST_STREAMS", "Host", "HostPrice", "on_host", "update_bytes", "update_seconds"]
 
 _DEFAULT = {"d2h": "gradients", "h2d": "parameters", "nvme_read": "states", "nvme_write": "states"}
 _BYTES = ("gradients", "parameters", "states", "states+parameters")
 """What a copy of a segment may move, as the op's ``amount`` says."""
+_HOSTED: dict[str, Callable[[Job], float]] = {
+    "gradients": lambda job: job.gradient_bytes,
+    "updates": update_bytes,
+}
+"""What a HOST op goes through, of all that the host updates for its rank, as its ``amount`` says:
+[B] per parameter."""
 
 
 class HostPrice(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +181,9 @@ class Host:
         if op.kind == "OPT":
             return self.work.owned_params(op, rank) * update_bytes(self.job)
         amount, node = self.work.amount(op), self.links.node(rank)
+        if amount is None and op.kind == "HOST" and op.amount in _HOSTED:
+            per_param = _HOSTED[op.amount](self.job)
+            amount = Amount(nbytes=self.work.hosted_params(op, rank) * per_param)
         if amount is None:
             raise InputError(
                 f"no time for {op.name} of rank {rank} on a machine",

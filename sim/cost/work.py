@@ -118,9 +118,10 @@ class Work:
         return tuple(b for first, last in self.ranges(op, rank) for b in self.blocks[first:last])
 
     def own_blocks(self, op: Op, rank: int) -> tuple[Block, ...]:
-        """The same, without parameters that an earlier segment of the stage shares and holds."""
+        """The same, without parameters that an earlier segment of the position shares and holds."""
         stage, ranges = self.wiring.stage_of(op, rank), self.ranges(op, rank)
-        before = [s.blocks for s in self.placement.segments if s.stage == stage]
+        at = {s.cell for s in self.placement.segments if s.stage == stage}
+        before = [s.blocks for s in self.placement.segments if s.cell in at]
         before = [(a, b) for a, b in before if b <= ranges[0][0]]
         held = {x.shares for a, b in before for x in self.blocks[a:b]} - {""}
         return tuple(
@@ -269,6 +270,15 @@ class Work:
             return self.owned_params(op, rank)
         return sum(
             rank_params(self.own_blocks(op, rank), self.cell(rank, op).tp, self.placement.ep)
+        )
+
+    def hosted_params(self, op: Op, rank: int) -> float:
+        """Parameters that the host updates for the op's rank."""
+        position = self.cell(rank, op).stage
+        return sum(
+            self.owned_params(Op(kind="OPT", stage=s.stage, label=s.name), rank)
+            for s in self.placement.segments
+            if s.cell == position and "optimizer" in s.offload
         )
 
     def owned_params(self, op: Op, rank: int) -> float:

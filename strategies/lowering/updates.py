@@ -17,11 +17,13 @@ CLIPPING: tuple[Clipping, ...] = get_args(Clipping)
 """What an update waits for: nothing, and nothing is clipped; nothing; the norm of the step before;
 nothing, but a failed check is rolled back; the norm of all gradients of its own step."""
 SPECULATION = "speculation"
-"""Table of late amounts under "speculate": "rollback" 1 in a step whose check fails, else 0;
-"forward" 2 in the step after, whose forward has to be repeated, else 1; shares stand for means."""
+"""Table of late amounts under "speculate": "rollback" 2 in a step whose check fails, for updates
+are undone and made again, else 0; "forward" 2 in the step after, whose forward has to be repeated,
+else 1; shares stand for means."""
 NORM = "norm"
-"""Label of the HOST op that finds the norm, and of the one that checks it."""
+"""Label of the HOST op that finds the norm, or checks it: it reads all gradients on the host."""
 ROLLBACK = "rollback"
+"""Label of the HOST op that undoes the updates on the host and makes them again."""
 
 
 def add_updates(cut: Cut) -> None:
@@ -125,7 +127,7 @@ def add_norm(cut: Cut) -> None:
     updates = [op for op in cut.ops if op.kind == "OPT"]
     stage, deps = min(cut.hosted), tuple(Dep(name) for name in cut.ready)
     key = float(len(cut.order)) if cut.settings.priority else None
-    norm = Op(kind="HOST", stage=stage, label=NORM, deps=deps, priority=key)
+    norm = Op(kind="HOST", stage=stage, label=NORM, deps=deps, amount="gradients", priority=key)
     if not any(op.stream == "host" for op in updates):
         if clipping == "global":
             _wait(cut, deps)
@@ -163,6 +165,7 @@ def _roll_back(cut: Cut, norm: Op, updates: list[Op]) -> None:
         stage=norm.stage,
         label=ROLLBACK,
         deps=(Dep(norm.name), *(Dep(op.name) for op in updates)),
+        amount="updates",
         ref=Ref(SPECULATION, "rollback"),
         priority=norm.priority,
     )

@@ -13,13 +13,11 @@ from collections.abc import Collection
 
 import msgspec
 
-from sim.cost.host import update_bytes
 from sim.errors import InputError
-from sim.model.amounts import rank_params
 from sim.plan.draft import OffloadKnobs, PlanDraft
 from sim.plan.layers import cut_layers, not_by_segment
 from sim.plan.placement import Segment
-from sim.plan.plan import Amount, Call, Table
+from sim.plan.plan import Call, Table
 from sim.plan.schedules import explicit_order, positions
 from sim.problem import Problem
 from strategies.base import Space, draft_or_default, fill
@@ -78,7 +76,7 @@ class AutoHete:
     axis = "offload"
     paper = "AutoHete, arXiv:2503.01890, as a third-party digest describes it"
     owns = frozenset(
-        {"cells.recompute", "passes", "barrier", "exact", "reason", "tables", "amounts"}
+        {"cells.recompute", "passes", "barrier", "exact", "reason", "tables"}
         | {f"offload.{field}" for field in OffloadKnobs.__struct_fields__}
     )
     knobs = AutoHeteKnobs
@@ -140,7 +138,6 @@ class AutoHete:
             exact=not reason,
             reason=reason,
             tables=given.tables | _tables(knobs),
-            amounts=given.amounts | _amounts(problem, given, segments),
         )
 
 
@@ -266,29 +263,8 @@ def _tables(knobs: AutoHeteKnobs) -> dict[str, Table]:
     if knobs.clipping != "speculate":
         return {}
     rate = knobs.failure_rate
-    values = {"rollback": [rate], "forward": [1.0, 1.0 + rate]}
+    values = {"rollback": [2 * rate], "forward": [1.0, 1.0 + rate]}
     return {SPECULATION: Table(origin="file", values=values)}
-
-
-def _amounts(
-    problem: Problem, draft: PlanDraft, segments: tuple[Segment, ...]
-) -> dict[str, Amount]:
-    """What finding the norm and undoing and repeating a step's updates move in host memory."""
-    job = problem.job
-    found = {}
-    for position in {s.cell for s in segments}:
-        mine = [s for s in segments if s.cell == position and "optimizer" in s.offload]
-        cells = [c for c in draft.cells if c.stage == position]
-        tp, shards = min(c.tp for c in cells), len(cells) if draft.data.zero else 1
-        params = sum(
-            sum(rank_params(problem.model.blocks[s.blocks[0] : s.blocks[1]], tp)) for s in mine
-        )
-        stage = min(s.stage for s in segments if s.cell == position)
-        params /= shards
-        if mine:
-            found[f"{stage}HOST[norm]"] = Amount(nbytes=params * job.gradient_bytes)
-            found[f"{stage}HOST[rollback]"] = Amount(nbytes=2 * params * update_bytes(job))
-    return found
 
 
 OFFLOAD = register(AutoHete())
