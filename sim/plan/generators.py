@@ -78,7 +78,7 @@ def generated_rows(
     try:
         inspect.signature(function).bind(stream, **parameters)
         rows = [_plain(row) for row in islice(function(stream, **parameters), steps)]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise PlanError(
             f"generator {name} refuses its parameters: {error}",
             key=f"{where}.parameters",

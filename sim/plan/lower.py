@@ -10,6 +10,7 @@ from sim.errors import InputError, PlanError
 from sim.model.amounts import dtype_bytes, forward_flops
 from sim.model.graph import Model
 from sim.plan.draft import PlanDraft
+from sim.plan.knobs import check_knobs
 from sim.plan.layers import passes_of, segments_of, updates_late
 from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment, derive_groups
@@ -27,10 +28,11 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
         problem: cluster, model and job. draft: the knobs.
 
     Raises:
-        InputError: chips used twice or not in the machine, cells that do not match their sizes,
-            a batch or cuts that do not add up, groups that cannot be formed, ZeRO-2 or 3 where
-            stages do not run by segment.
+        InputError: knobs of a wrong type or range, chips used twice or not in the machine, cells
+            that do not match their sizes, a batch or cuts that do not add up, groups that cannot
+            be formed, ZeRO-2 or 3 where stages do not run by segment.
     """
+    check_knobs(draft)
     placement = _placement(problem, draft)
     job, p = problem.job, draft.pipeline
     total = sum(draft.data.microbatches) * p.microbatch
