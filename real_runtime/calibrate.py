@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from real_runtime.calibrate_document import Scale, merged, scaled, scales
-from real_runtime.compare import STEPS, Key, RunFacts, durations, moved
+from real_runtime.compare import STEPS, Key, durations
+from real_runtime.compare_run import RunFacts, moved
 from sim.errors import InputError
 from sim.hardware.build import build_machine
 from sim.plan.plan import Plan

@@ -86,7 +86,8 @@ def _compare(
     as_json: JsonOption = False,
 ) -> None:
     """Put a run beside the simulation of its plan: step time, each kind of op, each op."""
-    from real_runtime.compare import compare, moved, read_run
+    from real_runtime.compare import compare
+    from real_runtime.compare_run import moved, read_run
     from real_runtime.compare_table import print_comparison
     from sim.plan.io import load_plan
     from sim.problem import problem_from_documents
@@ -119,7 +120,7 @@ def _calibrate(
 
     from real_runtime.calibrate import calibrate
     from real_runtime.calibrate_table import print_calibration
-    from real_runtime.compare import read_run
+    from real_runtime.compare_run import read_run
     from sim.interop.yaml_file import write_whole, yaml_text
     from sim.plan.io import load_plan
     from sim.problem import load_problem

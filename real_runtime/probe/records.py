@@ -71,7 +71,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 2
     threads: int = 1
     repeats: int = 9
-    floor: float = 2e-3
+    floor: float = 1e-2
     tokens: tuple[int, ...] = (32, 128, 512, 2048)
     weights: tuple[tuple[int, int], ...] = (
         (128, 128), (384, 128), (128, 384), (512, 512), (1024, 256), (1024, 1024), (2048, 1024),

@@ -15,9 +15,9 @@ from real_runtime.probe.records import ProbeSettings, Record
 
 __all__ = ["host_copies", "overlaps", "wires"]
 
-BUSY = 1 << 20
+BUSY = 1 << 23
 """[B] per repeat that small messages add up to, in at most ``MANY`` of them."""
-MANY = 64
+MANY = 256
 
 
 def _times(nbytes: int) -> int:

@@ -16,7 +16,8 @@ import recorded  # noqa: E402
 
 from real_runtime.calibrate import Calibration, calibrate  # noqa: E402
 from real_runtime.calibrate_document import merged, scaled, scales  # noqa: E402
-from real_runtime.compare import compare, moved, read_run  # noqa: E402
+from real_runtime.compare import compare  # noqa: E402
+from real_runtime.compare_run import moved, read_run  # noqa: E402
 from sim.errors import InputError  # noqa: E402
 from sim.plan.io import save_plan  # noqa: E402
 from sim.plan.lower import lower  # noqa: E402

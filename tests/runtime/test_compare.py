@@ -15,7 +15,8 @@ sys.path.insert(0, str(FOLDER))
 import plans  # noqa: E402
 import recorded  # noqa: E402
 
-from real_runtime.compare import compare, line_up, moved, read_run  # noqa: E402
+from real_runtime.compare import compare, line_up  # noqa: E402
+from real_runtime.compare_run import moved, read_run  # noqa: E402
 from sim.engine.simulate import simulate  # noqa: E402
 from sim.errors import InputError  # noqa: E402
 from sim.plan.io import save_plan  # noqa: E402
