@@ -1,0 +1,1 @@
+"""The model's operators on every device against a float64 reference: ``hetlab doctor ops``."""
