@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from sim.errors import InputError, PlanError, UsageError
+from sim.plan.arguments import misfit
 from sim.plan.draft import PlanDraft
 from sim.problem import Problem
 from strategies.base import AXES, Strategy, changed_fields, draft_or_default
@@ -38,8 +39,8 @@ def compose(
 
     Raises:
         UsageError: two strategies own the same knob, or one is missing.
-        InputError: knobs do not fit, or are illegal; PlanError: a strategy changed a knob it does
-            not own.
+        InputError: knobs do not fit, are illegal, or are set on a draft that has them in its passes
+            already; PlanError: a strategy changed a knob it does not own.
     """
     resolved = [(get(s) if isinstance(s, str) else s, k) for s, k in choices]
     check_conflicts([s for s, _ in resolved])
@@ -56,6 +57,7 @@ def compose(
                 found=", ".join(sorted(foreign)),
                 expected=", ".join(sorted(strategy.owns)),
             )
+        _check_once(strategy, after)
         draft = after
     return draft
 
@@ -95,14 +97,35 @@ def _check_complete(chosen: Sequence[Strategy[Any]]) -> None:
 
 
 def _knobs(strategy: Strategy[Any], knobs: Any) -> Any:
-    if isinstance(knobs, strategy.knobs):
-        return knobs
-    try:
-        return msgspec.convert(knobs, strategy.knobs)
-    except msgspec.ValidationError as error:
+    """The strategy's record, by names and types of its fields; ``apply`` knows their ranges."""
+    given = knobs
+    if isinstance(knobs, msgspec.Struct):
+        if not isinstance(knobs, strategy.knobs):
+            raise _refused(strategy, "", type(knobs).__name__, strategy.knobs.__name__)
+        given = {field: getattr(knobs, field) for field in knobs.__struct_fields__}
+    if not isinstance(given, Mapping):
+        fields = ", ".join(strategy.knobs.__struct_fields__)
+        raise _refused(strategy, "", repr(knobs), f"{strategy.knobs.__name__}, or {fields}")
+    wrong = misfit(given, strategy.knobs)
+    if wrong is not None:
+        raise _refused(strategy, wrong.key, wrong.found, wrong.expected, wrong.message)
+    return knobs if knobs is not given else msgspec.convert(dict(given), strategy.knobs)
+
+
+def _refused(
+    strategy: Strategy[Any], key: str, found: str, expected: str, why: str = "another record"
+) -> InputError:
+    return InputError(
+        f"knobs of strategy {strategy.name}: {why}",
+        key=f"{strategy.name}.{key}" if key else strategy.name, found=found, expected=expected,
+    )  # fmt: skip
+
+
+def _check_once(strategy: Strategy[Any], draft: PlanDraft) -> None:
+    """Refuse a draft on which a strategy's lowering pass would run twice."""
+    names = [call.name for call in draft.passes]
+    if len(set(names)) < len(names):
         raise InputError(
-            f"knobs of strategy {strategy.name}: {error}",
-            key="strategy",
-            found=repr(knobs),
-            expected=", ".join(strategy.knobs.__struct_fields__),
-        ) from None
+            f"the draft went through strategy {strategy.name} already", key=strategy.name,
+            found="passes " + " ".join(names), expected="a draft without it",
+        )  # fmt: skip

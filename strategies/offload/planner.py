@@ -33,6 +33,8 @@ ASKED = 30
 """Further choices that the program is asked for."""
 PATIENCE = 15
 """Simulations without a better step after which a position stops moving."""
+SOLVED_S = 60.0
+"""How long the integer program may take [s]."""
 NOT_FASTER = "no choice beats the step known"
 """Stands for what is short where only time is."""
 
@@ -69,6 +71,7 @@ def plan_offload(
     beat: float = np.inf,
     late: Callable[[], bool] = lambda: False,
     recompute: bool | None = None,
+    seconds: float = SOLVED_S,
 ) -> Planned:
     """Return the fastest (checkpointed, parameters, optimizer) of every position that fits.
 
@@ -80,17 +83,19 @@ def plan_offload(
         beat: [s] of a step known from elsewhere; choices that are no faster are of no interest.
         late: True ends the search unproven after the simulation in progress.
         recompute: True or False for all layers or none checkpointed, None for as many as is best.
+        seconds: [s] that the integer program may take each time it is asked.
 
     Raises:
-        InputError: the draft cannot be offloaded, its layers are not equal, or the integer program
-            finds no choice in its time.
+        InputError: the draft has no cells or cannot be offloaded, its layers are not equal,
+            ``most`` or ``beat`` admits nothing, or the integer program finds no choice in its time.
     """
+    _check(start, most, beat)
     base = base or AutoHeteKnobs()
     bounds = bounds_of(problem, start, base)
     if recompute is not None:
         bounds = _pinned(bounds, recompute)
     try:
-        first = best_choice(bounds)
+        first = best_choice(bounds, seconds=seconds)
     except UndecidedError as error:
         raise InputError(
             "no choice of what lives on the host was found in time",
@@ -103,7 +108,7 @@ def plan_offload(
     if first[1] >= beat:
         known = Outcome(knobs=base, short=NOT_FASTER)
         return Planned(best=known, weighed=0, simulated=0, proven=True, bound_s=first[1])
-    search = _Search(problem, start, base, bounds, most, beat, late)
+    search = _Search(problem, start, base, bounds, most, beat, late, seconds)
     if len(bounds.sizes) > 1:
         search.move(*first)
     if prod(prod(size) for size in bounds.sizes) <= LISTED:
@@ -120,6 +125,19 @@ def plan_offload(
         proven=search.proven,
         bound_s=(search.step if search.step < np.inf else 0.0) if search.proven else search.bound,
     )
+
+
+def _check(start: PlanDraft | None, most: int, beat: float) -> None:
+    if start is None or not start.cells:
+        raise InputError(
+            "nothing to offload: the draft has no cells", key="start",
+            found="none" if start is None else "an empty draft", expected="a complete draft",
+        )  # fmt: skip
+    for key, given in (("most", most), ("beat", beat)):
+        if not given > 0:
+            raise InputError(
+                "a limit that admits nothing", key=key, found=str(given), expected="above 0"
+            )
 
 
 def settled(problem: Problem, start: PlanDraft, base: AutoHeteKnobs, choice: Choice) -> Outcome:
@@ -170,9 +188,10 @@ class _Search:
         most: int,
         beat: float,
         late: Callable[[], bool],
+        seconds: float = SOLVED_S,
     ) -> None:
         self.problem, self.start, self.base, self.bounds = problem, start, base, bounds
-        self.beat, self.late = beat, late
+        self.beat, self.late, self.seconds = beat, late, seconds
         self.most, self.simulated, self.bound, self.proven = most, 0, 0.0, False
         self.best, self.at = Outcome(knobs=base, short="accelerator memory"), Choice()
         self.seen: dict[Choice, float] = {}
@@ -238,7 +257,7 @@ class _Search:
             if self.over:
                 return
             try:
-                found = best_choice(self.bounds, self.seen)
+                found = best_choice(self.bounds, self.seen, seconds=self.seconds)
             except UndecidedError:
                 return
             if found is None or found[1] >= self.step:

@@ -15,8 +15,11 @@ from sim.plan.uniform import uniform
 from sim.problem import Problem, load_problem
 from strategies.base import Space, Strategy, changed_fields, divisors, fill
 from strategies.compose import compose
+from strategies.data.zero import ZeroKnobs
+from strategies.offload.autohete import AutoHeteKnobs
 from strategies.registry import get, names, register
 from strategies.testing import StrategyContract, lower_bound
+from tests.unit.offload_cases import gpt
 
 MOE = {
     "model_type": "mixtral",
@@ -132,9 +135,43 @@ def test_a_strategy_that_changes_what_it_does_not_own_is_refused() -> None:
     assert caught.value.found == "barrier"
 
 
-def test_knobs_of_another_shape_are_refused() -> None:
-    with pytest.raises(InputError, match="knobs of strategy 1f1b"):
-        compose(small(), [("1f1b", {"stages": "four"})], complete=False)
+@pytest.mark.parametrize(
+    ("name", "knobs", "key"),
+    [
+        ("1f1b", {"stages": "four"}, "1f1b.stages"),
+        ("1f1b", {"stage": 4}, "1f1b.stage"),
+        ("1f1b", 4, "1f1b"),
+        ("1f1b", ZeroKnobs(), "1f1b"),
+        ("zero", {"stage": True}, "zero.stage"),
+        ("zero", {"stage": 2.0}, "zero.stage"),
+        ("zero", ZeroKnobs(stage=7), "zero.stage"),  # type: ignore[arg-type]
+        ("zero", ZeroKnobs(buffers=1.5), "zero.buffers"),  # type: ignore[arg-type]
+        ("offload", {"optimiser": 2}, "offload.optimiser"),
+        ("offload", AutoHeteKnobs(optimizer="3"), "offload.optimizer"),  # type: ignore[arg-type]
+        ("offload", AutoHeteKnobs(optimizer=None), "offload.optimizer"),  # type: ignore[arg-type]
+        ("offload", AutoHeteKnobs(optimizer=1.5), "offload.optimizer"),  # type: ignore[arg-type]
+        ("offload", AutoHeteKnobs(clipping="foo"), "offload.clipping"),  # type: ignore[arg-type]
+        ("offload", AutoHeteKnobs(stages=((1, 1),)), "offload.stages[0]"),  # type: ignore[arg-type]
+    ],
+)
+def test_knobs_of_another_shape_are_refused(name: str, knobs: Any, key: str) -> None:
+    with pytest.raises(InputError, match=f"knobs of strategy {name}") as caught:
+        compose(small(), [(name, knobs)], complete=False)
+    assert caught.value.key == key and caught.value.found and caught.value.expected
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_strategy_refuses_a_misspelt_knob(name: str) -> None:
+    with pytest.raises(InputError, match="there is no such_knob") as caught:
+        compose(small(), [(name, {"such_knob": 1})], complete=False)
+    assert all(f in caught.value.expected for f in get(name).knobs.__struct_fields__)
+
+
+def test_a_strategy_with_a_pass_applies_once() -> None:
+    problem, draft = gpt(80.0)
+    once = compose(problem, [("offload", {"optimizer": 1})], start=draft)
+    with pytest.raises(InputError, match="went through strategy offload already"):
+        compose(problem, [("offload", {"optimizer": 1})], start=once)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ import pytest
 
 from sim.cost.ledger import knobs_of, peak_memory
 from sim.cost.offload import host_ledgers
+from sim.errors import InputError
+from sim.plan.draft import PlanDraft
+from strategies.compose import compose
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.bounds import bounds_of
 from strategies.offload.forms import Bounds
@@ -133,3 +136,26 @@ def test_nothing_that_fits_says_what_is_short() -> None:
 def test_a_limit_on_simulations_is_admitted() -> None:
     found = plan_offload(*gpt(4.0), most=0)
     assert not found.proven and found.simulated == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [({"most": 0}, "most"), ({"beat": 0.0}, "beat"), ({"beat": float("nan")}, "beat")],
+)
+def test_limits_that_admit_nothing_are_refused(limits: dict[str, Any], key: str) -> None:
+    with pytest.raises(InputError, match="admits nothing") as error:
+        plan_offload(*gpt(80.0), **limits)
+    assert error.value.key == key
+
+
+@pytest.mark.parametrize("draft", [None, PlanDraft()])
+def test_a_draft_without_cells_is_refused(draft: Any) -> None:
+    with pytest.raises(InputError, match="no cells"):
+        plan_offload(gpt(80.0)[0], draft)
+
+
+def test_an_offloaded_draft_is_refused() -> None:
+    problem, draft = gpt(80.0)
+    once = compose(problem, [("offload", {"optimizer": 1})], start=draft)
+    with pytest.raises(InputError, match="went through strategy offload already"):
+        plan_offload(problem, once)
