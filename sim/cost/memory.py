@@ -97,7 +97,7 @@ def stage_memory_terms(
     in_flight = np.asarray(live, np.float64)
     tp, tokens = knobs.tp, knobs.microbatch * table.sequence_length / knobs.cp
     dense, experts = table.rank_params(low, high, tp, knobs.ep)
-    dense, experts = dense.sum(-1), experts.sum(-1)
+    dense, experts = dense.sum(-1) - _held_once(table, low, high) / tp, experts.sum(-1)
     count = dense + experts
     # Experts are replicated over fewer ranks than the rest, and sharded over those.
     expert_shards = max(1, knobs.shards // knobs.ep)
@@ -123,6 +123,17 @@ def stage_memory_terms(
     terms["allocator gap"] = np.asarray(gap)
     terms["context"] = np.full_like(count, accelerator.context_bytes)
     return terms
+
+
+def _held_once(table: BlockTable, low: ArrayLike, high: ArrayLike) -> Floats:
+    """Parameters that virtual stages of a cell share with another of them."""
+    low, high = np.asarray(low), np.asarray(high)
+    found = np.zeros(low.shape[:-1])
+    for a, b, params in table.tied:
+        first, second = (((low <= x) & (x < high)) for x in (a, b))
+        apart = first.any(-1) & second.any(-1) & ~(first & second).any(-1)
+        found = found + params * apart
+    return found
 
 
 def _working(

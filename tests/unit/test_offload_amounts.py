@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import msgspec
 import pytest
 
-from sim.cost.ledger import knobs_of
+from sim.cost.ledger import knobs_of, peak_memory
 from sim.cost.offload import host_ledgers
 from sim.engine.simulate import Run, simulate
 from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
@@ -114,3 +115,20 @@ def test_norm_and_rollback_go_through_what_the_host_updates(
         assert seconds[rank, "norm"] == pytest.approx(params * job.gradient_bytes / RATE)
         if clipping == "speculate":
             assert seconds[rank, "rollback"] == pytest.approx(2 * params * update / RATE)
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_parameter_tied_inside_a_position_is_held_once(away: bool) -> None:
+    problem = problem_of(1, 2, tied=True)
+    knobs = {"optimizer": LAYERS, "outer": True} if away else {}
+    one, two = (plan_of(problem, [(1, 1)], chunks=chunks, **knobs) for chunks in (1, 2))
+    if not away:
+        plain = [c for c in two.lowering if c.name != "segments"]
+        whole = tuple(
+            msgspec.structs.replace(s, name="", recompute="") for s in two.placement.stages
+        )
+        placement = msgspec.structs.replace(two.placement, segments=whole)
+        two = msgspec.structs.replace(two, lowering=tuple(plain), placement=placement)
+    ledgers = [next(iter(peak_memory(plan, problem).values())).terms for plan in (one, two)]
+    for term in ("parameters", "gradients", "optimizer"):
+        assert ledgers[0][term] == pytest.approx(ledgers[1][term])
