@@ -20,7 +20,14 @@ CHIPS = ("A100-SXM4-80GB", "H100-SXM5-80GB", "H20")
 
 
 def case(
-    layers: list[int], replicas: int, m: int, rate: int, update: float, schedule: str, zero: int
+    layers: list[int],
+    replicas: int,
+    m: int,
+    rate: int,
+    update: float,
+    schedule: str,
+    zero: int,
+    dtype: str = "bf16",
 ) -> tuple[Problem, PlanDraft]:
     """A GPT with so many layers on each position, a node of unlike chips for each."""
     node: dict[str, Any] = {
@@ -50,7 +57,8 @@ def case(
         "global_batch": m * replicas,
         "sequence_length": 1024,
         "microbatch": 1,
-        "gradient_dtype": "bf16",
+        "dtype": dtype,
+        "gradient_dtype": dtype,
         "limits": {"allow_inexact": True},
     }
     cluster = {"name": "any", "sites": [{"name": "hall", "nodes": nodes}]}
@@ -85,6 +93,7 @@ def test_no_step_beats_its_bound(data: st.DataObject) -> None:
         any_of(0.02, 0.1, 0.4, 1.5),
         any_of("1f1b", "gpipe", "zb-h1"),
         any_of(0, 3) if replicas > 1 else 0,
+        any_of("bf16", "fp32"),
     )
     base = AutoHeteKnobs(
         priority=any_of(True, False),
