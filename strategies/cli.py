@@ -54,7 +54,11 @@ PinOption = Annotated[
 ]
 TopOption = Annotated[int, typer.Option(min=1, help="Plans that are simulated at the end.")]
 BudgetOption = Annotated[
-    float | None, typer.Option(min=0.0, help="Seconds after which nothing new is started.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Seconds after which nothing new is started; without a plan by then, up to 30 more.",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from sim.errors import InputError, PlanError
@@ -93,6 +94,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
     )
 
 
+@cache
 def _version() -> str:
     try:
         return version("hetlab")

@@ -25,7 +25,7 @@ from strategies.offload.policies import Outcome, outcome_of_plan
 from strategies.offload.program import Choice, UndecidedError, best_choice
 from strategies.offload.units import Triple, knobs_with, plan_with
 
-__all__ = ["Planned", "plan_offload", "settled"]
+__all__ = ["SOLVED_S", "Planned", "plan_offload", "settled"]
 
 LISTED = 1_000_000
 """Choices up to which all are listed."""

@@ -20,7 +20,7 @@ from sim.problem import Problem
 from sim.report.report import report_of
 from strategies.compose import compose
 from strategies.offload.autohete import OFFLOAD, AutoHeteKnobs
-from strategies.offload.planner import plan_offload
+from strategies.offload.planner import SOLVED_S, plan_offload
 from strategies.offload.policies import STEPS, short_of
 from strategies.search.board import GRACE_S, Effort, Progress
 from strategies.search.extremes import bases_of, draft_named, drafts_of, extremes, too_large
@@ -41,6 +41,8 @@ POLISHED = 2
 """Structures that are planned at length."""
 SECONDS = 120.0
 """How long structures are repaired where no budget says otherwise [s]."""
+LEAST_S = 0.1
+"""What the integer program is given at least [s]."""
 PINNED = {"none": False, "full": True}
 """Pinned recomputation -> whether all layers are checkpointed."""
 
@@ -74,7 +76,7 @@ def offloaded(
         structures = state.relaxed.structures
         for i, structure in enumerate(structures):
             if repair.late():
-                state.left = len(structures) - i
+                state.left += len(structures) - i
                 break
             if progress is not None:
                 progress("offload", i + 1, len(structures))
@@ -82,7 +84,7 @@ def offloaded(
         for structure in repair.best_structures():
             if not repair.late():
                 repair.run(structure, LONG)
-        state.stopped |= repair.stopped
+        state.stopped |= repair.cut_short
     except KeyboardInterrupt:
         state.stopped = True
     state.stopped |= state.relaxed.stopped
@@ -104,6 +106,7 @@ class _Repair:
     Attributes:
         best: the score to beat. state: what was found. deadline: of time.monotonic, of a budget.
         until: the same, or where there is none the end of the search's own patience.
+        cut_short: something was not started because the deadline had passed.
     """
 
     def __init__(
@@ -118,17 +121,22 @@ class _Repair:
         self.problem, self.choices, self.contention = problem, choices, contention
         self.best, self.deadline, self.state = best, deadline, state
         self.until = time.monotonic() + SECONDS if deadline == math.inf else deadline
+        self.cut_short = False
 
     @property
-    def stopped(self) -> bool:
-        """Whether the deadline or Ctrl-C ended the search."""
-        return self.state.relaxed.stopped or time.monotonic() > self.deadline
+    def left_s(self) -> float:
+        """How long new work may still be started [s]; without a plan a little longer."""
+        end = self.until
+        if self.best == math.inf:
+            end = max(end, self.deadline + GRACE_S)
+        return end - time.monotonic()
 
     def late(self) -> bool:
-        """Whether nothing new may be started; without a plan the search goes on a little."""
-        if self.best == math.inf:
-            return time.monotonic() > max(self.until, self.deadline + GRACE_S)
-        return self.stopped or time.monotonic() > self.until
+        """Whether nothing new may be started."""
+        stopped = self.state.relaxed.stopped and self.best < math.inf
+        late = stopped or self.left_s < 0
+        self.cut_short |= late and self.deadline < math.inf
+        return late
 
     def best_structures(self) -> list[Structure]:
         """The best structures that are not proven yet."""
@@ -146,13 +154,14 @@ class _Repair:
             structure: to repair. most: simulations of the planner for each set of knobs.
         """
         refused: dict[str, int] = {}
-        planned = False
+        planned = late = False
         for draft in drafts_of(self.problem, structure.slab, self.choices):
             space = OFFLOAD.space(self.problem, draft)
             if not space.values:
                 refused[space.reason] = 1
             for base in bases_of(space.values):
-                if self._cut(structure) or (planned and self.late()):
+                late = late or self.late()
+                if self._cut(structure) or late:
                     break
                 try:
                     self._plan(structure, draft, base, most)
@@ -163,6 +172,8 @@ class _Repair:
             return
         if planned:
             self.state.tried += 1
+        elif late:
+            self.state.left += 1
         elif refused:
             self.state.refused.update(refused)
         else:
@@ -187,6 +198,7 @@ class _Repair:
                 most=most,
                 beat=self.best / structure.price,
                 late=self.late,
+                seconds=min(SOLVED_S, max(LEAST_S, self.left_s)),
                 recompute=PINNED.get(self.choices.recompute or ""),
             )
         except InputError as error:

@@ -14,7 +14,7 @@ import msgspec
 from sim.engine.simulate import simulate
 from sim.errors import HetlabError, InfeasibleError, StoppedError, UsageError
 from sim.problem import Problem
-from strategies.search.board import Effort, Progress
+from strategies.search.board import GRACE_S, Effort, Progress
 from strategies.search.costs import Costs
 from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Evaluator
@@ -61,7 +61,8 @@ def search(
 
     Args:
         problem: cluster, model, job; the job's pins and objective hold.
-        budget: [s] after which nothing new is started, None for no limit.
+        budget: [s] after which nothing new is started, None for no limit; without a plan by then
+            the search goes on for ``strategies.search.board.GRACE_S`` at most.
         pins: knobs taken out of the search, see strategies.search.options.Choices; they win over
             the job's.
         top: fewest plans that are simulated. progress: called with (what, done, of how many).
@@ -145,8 +146,9 @@ def _cut_short(budget: float | None, took: float) -> HetlabError:
     """Why a search that was stopped has no plan."""
     if budget is not None and took > budget:
         return UsageError(
-            f"the budget of {budget:g} s ended before a plan was found, after {took:.0f} s; "
-            f"give at least {max(1, math.ceil(2 * took))} s, or pin a knob"
+            f"the budget of {budget:g} s ended before a plan was found, after {took:.0f} s (up to "
+            f"{GRACE_S:.0f} s more go into a first plan); give at least "
+            f"{max(1, math.ceil(2 * took))} s, or pin a knob"
         )
     return StoppedError("stopped before a plan was found")
 

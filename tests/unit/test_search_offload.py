@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from functools import cache
 from typing import Any
 
 import pytest
 
 from sim.cost.ledger import peak_memory
-from sim.errors import InfeasibleError, UsageError
+from sim.errors import InfeasibleError, InputError, UsageError
 from sim.problem import Problem, load_problem
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.offload.planner import plan_offload
@@ -186,6 +188,51 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_of_nothing_gives_an_offloaded_plan() -> None:
     result = search(gpt(1.8), budget=0.0)
     assert result.stopped and result.offload is not None
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relaxed searches that no deadline ends, so that only the repairs are measured."""
+    whole = module.relaxed
+    monkeypatch.setattr(
+        module, "relaxed", lambda p, q, c, e, _, show: whole(p, q, c, e, math.inf, show)
+    )
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_budget_that_was_too_short_for_nothing_is_not_blamed() -> None:
+    """Where all was looked at behind the deadline, there is no plan, whatever the budget."""
+    with pytest.raises(InfeasibleError, match="with all layers on the host the closest"):
+        search(gpt(1.8, host="0.1 GB"), budget=0.0)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_repairs_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", -1.0)
+    monkeypatch.setattr(module, "plan_offload", lambda *_, **__: pytest.fail("planned too late"))
+    with pytest.raises(UsageError, match="budget of 0 s ended before a plan was found"):
+        search(gpt(1.8), budget=0.0)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_knobs_around_a_structure_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only between structures: the first planner ends behind the deadline, no other starts."""
+    asked: list[float] = []
+
+    def slow(*_: object, seconds: float, **__: object) -> None:
+        asked.append(seconds)
+        monkeypatch.setattr(module, "GRACE_S", -math.inf)
+        raise InputError("nothing was found in time")
+
+    monkeypatch.setattr(module, "plan_offload", slow)
+    problem = gpt(1.8)
+    state = offloaded(
+        problem, pools_of(problem.machine), choices_of(problem),
+        effort=Effort(), deadline=time.monotonic(),
+    )  # fmt: skip
+    assert len(asked) == 1 and state.stopped and state.left
+    # The integer program gets no more than what is left.
+    assert 0 < asked[0] <= 30.0
 
 
 @pytest.mark.parametrize("recompute", [True, False])
