@@ -62,7 +62,7 @@ def _probe(
             tick(1)
 
         facts, records = measure(settings, show)
-    chip, wire = fit_chip(records), fit_wire(records) if procs > 1 else None
+    chip, wire = fit_chip(records), fit_wire(records, procs) if procs > 1 else None
     date = datetime.date.today().isoformat()
     documents = documents_of(name, facts, chip, wire, records, settings, date)
     machine = build_machine(validate(ClusterDoc, Source(documents.cluster, name)))

@@ -2,7 +2,7 @@
 
 Products: ``t = dispatch + max(2 m n k (1 + d/m)(1 + d/n)(1 + d/k) / rate, bytes / memory rate)``,
 least squares of the logarithms over the dtype's rate and one ``d`` (sim.cost.compute). Links: the
-smallest message gives the latency, the best size the rate, every size a point of the curve.
+fastest message gives the latency, the best size the rate, every size a point of the curve.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from real_runtime.errors import RunError
 from real_runtime.probe.records import Record, select, spread
-from sim.interop.link_records import alone_curve
+from sim.interop.link_records import Transfer, alone_curve, member_transfer
 
 __all__ = ["Chip", "Number", "Wire", "fit_chip", "fit_wire"]
 
@@ -89,8 +89,6 @@ def fit_chip(records: Sequence[Record]) -> Chip:
         dtype: Number(rate / share, residual, n, "fitted to products of several shapes")
         for dtype, rate in rates.items()
     }
-    norms = select(records, "elementwise")
-    reached = [r.sizes["nbytes"] / r.median / bandwidth.value for r in norms]
     cores = select(records, "attention")
     core_rates = [r.sizes["flops"] / r.median / peaks[r.name].value for r in cores]
     compute, comm = _slowdowns(records)
@@ -100,7 +98,7 @@ def fit_chip(records: Sequence[Record]) -> Chip:
         gemm_half=Number(half, residual, n, "fitted to products of several shapes"),
         attention_efficiency=_middle(core_rates, "share of the peak, middle over sizes"),
         memory_bandwidth=bandwidth,
-        memory_efficiency=_middle(reached, "a norm's counted traffic, middle over sizes"),
+        memory_efficiency=_memory_efficiency(records, bandwidth.value),
         kernel_overhead=_overhead(records),
         compute_slowdown=compute,
         comm_slowdown=comm,
@@ -108,10 +106,15 @@ def fit_chip(records: Sequence[Record]) -> Chip:
     )
 
 
-def fit_wire(records: Sequence[Record]) -> Wire:
+def fit_wire(records: Sequence[Record], ranks: int) -> Wire:
     """Return the numbers of the link between two ranks.
 
-    See ``sim.interop.link_records.alone_curve``.
+    A profile has one curve for transfers and collectives. Collectives move most bytes, and a round
+    of an all-reduce takes longer than a transfer as long as its message, for it also adds; so at
+    each size the slower of the two counts (sim.interop.link_records.alone_curve fits the rest).
+
+    Args:
+        records: of the probe. ranks: that took part in its collectives.
 
     Raises:
         RunError: fewer than two sizes were measured.
@@ -119,16 +122,33 @@ def fit_wire(records: Sequence[Record]) -> Wire:
     pings = sorted(select(records, "ping"), key=lambda r: r.sizes["nbytes"])
     if len(pings) < 2:
         raise RunError("the probe measured fewer than two sizes of transfers")
-    sizes = [r.sizes["nbytes"] for r in pings]
-    latency, rate, points = alone_curve(sizes, [r.median for r in pings])
-    best = max(range(len(points)), key=lambda i: points[i][1])
-    first, rest = pings[0], pings[1:]
+    series = [[Transfer(nbytes=r.sizes["nbytes"], seconds=r.median) for r in pings]]
+    sums = select(records, "collective", "all_reduce")
+    if sums:
+        rounds = [member_transfer(r.name, ranks, r.sizes["nbytes"], r.median) for r in sums]
+        series.append(sorted(rounds, key=lambda t: t.nbytes))
+    sizes, seconds = _slower(series)
+    latency, rate, points = alone_curve(sizes, seconds)
+    best = max(points, key=lambda point: point[1])
+    spreads = [spread(r) for r in (*pings, *sums)]
+    typical, n = float(np.median(spreads)), pings[0].repeats
     return Wire(
-        rate=Number(rate, spread(rest[best]), rest[best].repeats, f"at {points[best][0]:g} B"),
-        latency=Number(latency, spread(first), first.repeats, "one way, the fastest message"),
+        rate=Number(rate, typical, n, f"at {best[0]:g} B"),
+        latency=Number(latency, spread(pings[0]), n, "one way, the fastest message"),
         curve=points,
-        curve_spread=max(spread(r) for r in rest),
+        curve_spread=max(spreads),
     )
+
+
+def _slower(series: Sequence[Sequence[Transfer]]) -> tuple[list[float], list[float]]:
+    """Sizes of all series, and at each the longest time, straight in logarithms between sizes."""
+    sizes = sorted({t.nbytes for line in series for t in line})
+    at = np.log(sizes)
+    longest = np.full(len(sizes), -np.inf)
+    for line in series:
+        x, y = (np.log([getattr(t, name) for t in line]) for name in ("nbytes", "seconds"))
+        longest = np.maximum(longest, np.interp(at, x, y, left=-np.inf, right=-np.inf))
+    return sizes, np.exp(longest).tolist()
 
 
 def _only(records: Sequence[Record], what: str, name: str | None = None) -> Number:
@@ -153,6 +173,27 @@ def _bandwidth(records: Sequence[Record]) -> Number:
         raise RunError("the probe measured no copy")
     r = max(copies, key=lambda r: r.sizes["nbytes"])
     return Number(r.sizes["nbytes"] / r.median, spread(r), r.repeats, "copy of large tensors")
+
+
+def _memory_efficiency(records: Sequence[Record], bandwidth: float) -> Number:
+    """Counted traffic over time: between a norm's and an optimizer's, middle over sizes of each."""
+    reached = {
+        name: _middle(
+            [
+                r.sizes["nbytes"] / r.median / bandwidth
+                for r in select(records, "elementwise", name)
+            ],
+            name,
+        )
+        for name in ("norm", "adamw")
+    }
+    both = list(reached.values())
+    return Number(
+        float(np.sqrt(both[0].value * both[1].value)),
+        max(n.spread for n in both),
+        sum(n.count for n in both),
+        f"counted traffic; a norm reaches {both[0].value:.3g}, AdamW {both[1].value:.3g}",
+    )
 
 
 def _overhead(records: Sequence[Record]) -> Number:

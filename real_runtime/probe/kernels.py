@@ -22,6 +22,8 @@ __all__ = ["TORCH_DTYPES", "Meter", "kernels"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS = 2
+COUNTED = 24.0
+"""[B] per parameter of an AdamW step with fp32 states."""
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
     "num_hidden_layers": LAYERS, "vocab_size": 16, "rms_norm_eps": 1e-5,
@@ -122,7 +124,7 @@ def _gemms(meter: Meter, settings: ProbeSettings, dtype: str) -> Iterator[Record
 
 
 def _elementwise(meter: Meter, settings: ProbeSettings) -> Iterator[Record]:
-    """A plain copy, and a norm with its residual sum, which the cost model counts as 5 passes."""
+    """A plain copy, a norm with its residual sum (counted as 5 passes), and an optimizer."""
     width = 256
     for count in settings.elements:
         x = torch.randn(count // width, width, device=meter.device)
@@ -137,6 +139,13 @@ def _elementwise(meter: Meter, settings: ProbeSettings) -> Iterator[Record]:
 
         yield meter.record("copy", "fp32", {"nbytes": 2 * nbytes}, copy)
         yield meter.record("elementwise", "norm", {"nbytes": 5 * nbytes}, norm)
+    for count in settings.elements[1:-1] or settings.elements:
+        parameter = torch.nn.Parameter(torch.randn(count, device=meter.device))
+        parameter.grad = torch.randn(count, device=meter.device)
+        # Counted per element: gradient and parameter once, two states read and written, the
+        # parameter written, as sim.cost.compute.optimizer_time does for fp32.
+        optimizer = torch.optim.AdamW([parameter], lr=1e-4)
+        yield meter.record("elementwise", "adamw", {"nbytes": COUNTED * count}, optimizer.step)
 
 
 def _attention(meter: Meter, settings: ProbeSettings, dtype: str) -> Iterator[Record]:

@@ -156,7 +156,10 @@ def _link(w: _Writer, wire: Wire) -> dict[str, Any]:
         "latency": w.stated(wire.latency, "s", 0.5),
         "curve": [{"size": f"{size:.0f} B", "fraction": share} for size, share in wire.curve],
         "origins": {
-            "curve": {"source": f"{w.source}; largest spread of a point {wire.curve_spread:.1%}"}
+            "curve": {
+                "source": f"{w.source}; the slower of a transfer and a round of an all_reduce; "
+                f"largest spread of a point {wire.curve_spread:.1%}"
+            }
         },
     }
 

@@ -10,6 +10,7 @@ from real_runtime.probe.fit import Chip, Wire
 from real_runtime.probe.records import Facts, Record, select, spread
 from sim.cost.collective import collective_cost
 from sim.hardware.machine import Machine
+from sim.hardware.route import path, transfer_time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +24,18 @@ def probe_document(
     """Everything about a probe as plain data.
 
     A profile has no curves of collectives: the cost model works their times out from the link.
-    ``collectives`` says how far that is from the measured times.
+    ``transfers`` and ``collectives`` say how far that is from the measured times.
     """
     group = range(machine.num_chips)
+    transfers = [
+        {
+            "nbytes": r.sizes["nbytes"],
+            "measured_s": r.median,
+            "spread": spread(r),
+            "predicted_s": transfer_time(path(machine, 0, 1), r.sizes["nbytes"]),
+        }
+        for r in select(records, "ping")
+    ]
     collectives = [
         {
             "kind": r.name,
@@ -40,6 +50,7 @@ def probe_document(
         "facts": msgspec.to_builtins(facts),
         "chip": msgspec.to_builtins(chip),
         "link": msgspec.to_builtins(wire) if wire is not None else None,
+        "transfers": transfers,
         "collectives": collectives,
         "records": msgspec.to_builtins(records),
     }
@@ -70,11 +81,12 @@ def print_probe(console: Console, d: dict[str, Any]) -> None:
             f"{name:<22}{n['value'] / unit:>12.4g} {text:<8}{n['spread']:>8.1%}   {n['how']}"
         )
     if d["collectives"]:
-        lines += ["", f"{'collective':<16}{'bytes':>12}{'measured':>14}{'from the link':>16}"]
-    for c in d["collectives"]:
+        lines += ["", f"{'message':<16}{'bytes':>12}{'measured':>14}{'profile says':>16}"]
+    for c in (*d["transfers"], *d["collectives"]):
+        measured, predicted = c["measured_s"] * 1e6, c["predicted_s"] * 1e6
         lines.append(
-            f"{c['kind']:<16}{c['nbytes']:>12,.0f}{c['measured_s'] * 1e6:>11,.1f} us"
-            f"{c['predicted_s'] * 1e6:>13,.1f} us"
+            f"{c.get('kind', 'transfer'):<16}{c['nbytes']:>12,.0f}{measured:>11,.1f} us"
+            f"{predicted:>13,.1f} us"
         )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -74,8 +74,9 @@ def overlaps(meter: Meter) -> Iterator[Record]:
     device = meter.device
     a = torch.randn(256, 256, device=device)
     out, tensor = torch.empty_like(a), torch.zeros(1 << 19, device=device)
-    work = _agreed(meter, lambda: torch.mm(a, a, out=out), 20e-3)
-    sums = _agreed(meter, lambda: dist.all_reduce(tensor), 20e-3)
+    lasts = max(2 * meter.floor, 5e-3)
+    work = _agreed(meter, lambda: torch.mm(a, a, out=out), lasts)
+    sums = _agreed(meter, lambda: dist.all_reduce(tensor), lasts)
 
     def compute(times: int) -> float:
         return meter.seconds(lambda: torch.mm(a, a, out=out), times)

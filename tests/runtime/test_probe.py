@@ -19,6 +19,7 @@ from real_runtime.probe.fit import fit_chip, fit_wire
 from real_runtime.probe.launch import measure
 from real_runtime.probe.profile import check_name, documents_of, write_profiles
 from real_runtime.probe.records import Facts, ProbeSettings, Record, merged
+from sim.cost.collective import collective_cost
 from sim.cost.compute import gemm_efficiency
 from sim.errors import UsageError
 from sim.hardware.catalog import Catalog
@@ -54,6 +55,7 @@ def known(noise: float = 0.0) -> list[Record]:
         record("dispatch", "add", DISPATCH),
         record("copy", "fp32", 1e8 / MEMORY, nbytes=1e8),
         record("elementwise", "norm", 5e6 / (0.4 * MEMORY), nbytes=5e6),
+        record("elementwise", "adamw", 24e6 / (0.1 * MEMORY), nbytes=24e6),
         record("block", "both", 12 * 80e-6, passes=12),
         record("attention", "fp32", 1e9 / (0.3 * TRUE["fp32"]), flops=1e9),
         record("overlap", "compute", 1.0),
@@ -87,7 +89,7 @@ def test_the_fit_recovers_the_numbers_its_times_are_made_from() -> None:
         assert chip.peaks[dtype].value * chip.gemm_efficiency.value == pytest.approx(rate, rel=1e-3)
     assert chip.gemm_half.value == pytest.approx(HALF, rel=1e-2)
     assert chip.memory_bandwidth.value == pytest.approx(MEMORY)
-    assert chip.memory_efficiency.value == pytest.approx(0.4)
+    assert chip.memory_efficiency.value == pytest.approx((0.4 * 0.1) ** 0.5)
     assert chip.kernel_overhead.value == pytest.approx(80e-6)
     peak = chip.peaks["fp32"].value
     assert chip.attention_efficiency.value * peak == pytest.approx(0.3 * TRUE["fp32"])
@@ -106,7 +108,7 @@ def test_noise_of_a_tenth_moves_the_fit_by_less() -> None:
 def documents() -> Any:
     records = known()
     return documents_of(
-        "probed", FACTS, fit_chip(records), fit_wire(records), records, ProbeSettings(),
+        "probed", FACTS, fit_chip(records), fit_wire(records, 2), records, ProbeSettings(),
         "2026-01-31",
     )  # fmt: skip
 
@@ -119,6 +121,28 @@ def test_the_profile_gives_back_every_measured_transfer() -> None:
             assert transfer_time(route, r.sizes["nbytes"]) == pytest.approx(r.median, rel=0.05)
         if r.what == "ping" and r.sizes["nbytes"] >= 4096:
             assert transfer_time(route, r.sizes["nbytes"]) == pytest.approx(r.median, rel=1e-9)
+
+
+def test_where_collectives_are_slower_the_profile_gives_these_back() -> None:
+    """A round of an all-reduce of two ranks moves half; twice as slow as a transfer from 64 KiB."""
+    pings = [r for r in known() if r.what == "ping"]
+    link = {r.sizes["nbytes"]: r.median for r in pings}
+    sums = [
+        record("collective", "all_reduce", 2 * (2 if s >= 65536 else 0.5) * t, nbytes=2 * s)
+        for s, t in link.items()
+    ]
+    records = [r for r in known() if r.what != "ping"] + pings + sums
+    d = documents_of(
+        "probed", FACTS, fit_chip(records), fit_wire(records, 2), records, ProbeSettings(),
+        "2026-01-31",
+    )  # fmt: skip
+    machine = load_problem(d.cluster, "llama_tiny", "two_processes").machine
+    for r in sums:
+        got = collective_cost(machine, "all_reduce", (0, 1), r.sizes["nbytes"]).seconds
+        if r.sizes["nbytes"] >= 2 * 65536:
+            assert got == pytest.approx(r.median, rel=1e-6)
+    small = transfer_time(path(machine, 0, 1), 4096)
+    assert small == pytest.approx(link[4096], rel=1e-6)
 
 
 def test_files_are_a_catalogue_and_say_where_each_number_comes_from(tmp_path: Path) -> None:
@@ -151,7 +175,7 @@ def test_too_few_measurements_and_odd_names_are_refused() -> None:
     with pytest.raises(RunError, match="no copy"):
         fit_chip([])
     with pytest.raises(RunError, match="fewer than two sizes"):
-        fit_wire(known()[:3])
+        fit_wire(known()[:3], 2)
     with pytest.raises(UsageError, match="letters, digits"):
         check_name("../up")
 
