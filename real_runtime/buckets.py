@@ -63,7 +63,7 @@ class Bucket:
         first_shard: bool,
         label: str = "",
     ) -> None:
-        self.number, self.label = shard, label
+        self.number, self.shards, self.label = shard, shards, label
         self.group, self.members, self.index, self.sharded = group, members, index, sharded
         self.slices: list[Slice] = []
         first = 0

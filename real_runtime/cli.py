@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from sim.cli_output import JsonOption, check_folder, check_output, emit, emit_text, logger
@@ -42,8 +43,11 @@ def _run(
     ] = 0,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints that stay.")] = 2,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
+        bool, typer.Option("--resume", help="Go on from the newest good checkpoint in --out.")
     ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Times to start again from it after a rank died.")
+    ] = 0,
     deadline: Annotated[
         float, typer.Option(min=1.0, help="Seconds a rank waits for others.")
     ] = 120.0,
@@ -57,7 +61,8 @@ def _run(
 ) -> None:
     """Train a plan on this machine, one process per rank."""
     from real_runtime.data import Batches, open_tokens
-    from real_runtime.launch import launch, prepare, printed, threads_per_rank
+    from real_runtime.launch import printed, threads_per_rank
+    from real_runtime.restarts import train
     from real_runtime.resume import check_resumable
     from real_runtime.settings import Recipe, RunSettings
     from real_runtime.summary import document_of, print_run
@@ -82,7 +87,6 @@ def _run(
         save=save,
         checkpoint_every=checkpoint_every,
         keep=keep,
-        resume=resume,
         recipe=Recipe(
             learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
         ),
@@ -93,14 +97,22 @@ def _run(
     check_output(trace, "--trace")
     ranks, folder = plan.placement.num_ranks, Path(settings.out)
     if resume:
-        check_resumable(folder / "checkpoints", plan, settings)
+        begin, index = check_resumable(
+            folder / "checkpoints", plan, settings,
+            lambda error: logger.warning("checkpoint refused: %s", error),
+        )  # fmt: skip
+        settings = msgspec.structs.replace(settings, resume=str(begin))
+        if index.plan_hash != plan.hash:
+            logger.info("%s was written by another plan: %s", begin.name, index.plan_hash)
     if dry_run:
         emit_text(printed(ranks, folder, settings.threads))
         return
     import_optional("torch")
-    prepare(settings)
     logger.info("training %s on %d processes", plan.name or plan_file.name, ranks)
-    launch(ranks, folder, settings.threads, lambda line: logger.info("%s", line))
+    train(
+        settings, ranks, restarts, lambda line: logger.info("%s", line),
+        lambda line: logger.warning("%s", line),
+    )  # fmt: skip
     document = document_of(folder, plan, problem)
     emit(document, lambda console: print_run(console, document, plan), as_json)
     if trace is not None:

@@ -54,8 +54,11 @@ def threads_per_rank(ranks: int) -> int:
     return max((usable or 1) // ranks, 1)
 
 
-def prepare(settings: RunSettings) -> Path:
+def prepare(settings: RunSettings, again: bool = False) -> Path:
     """Write what the ranks read; traces of an earlier run in the folder are removed.
+
+    Args:
+        settings: of the run. again: the same run starts once more and keeps its log.
 
     Raises:
         InputError: the folder holds something else.
@@ -69,7 +72,8 @@ def prepare(settings: RunSettings) -> Path:
         (folder / name).mkdir()
     if not settings.resume:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    for name in ("events.jsonl", "spans.npz", "launch.log")[settings.resume :]:
+    kept = again or bool(settings.resume)
+    for name in ("events.jsonl", "spans.npz", "launch.log")[kept:]:
         (folder / name).unlink(missing_ok=True)
     (folder / "run.json").write_bytes(msgspec.json.encode(settings))
     return folder
@@ -121,6 +125,9 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
 def _end(child: subprocess.Popen[str], folder: Path) -> None:
     """End torchrun and its ranks: by SIGTERM, then for certain."""
     assert child.stderr is not None
+    if child.poll():
+        # Where torchrun itself was killed its ranks live on.
+        _kill_ranks(folder)
     if child.poll() is None:
         child.terminate()
         try:

@@ -44,7 +44,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         weights: folder of safetensors to begin with, "" for fresh weights.
         save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
         checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
-        resume: go on from the newest checkpoint of ``out``.
+        resume: folder of the checkpoint to go on from, "" to begin.
         own_pairs: a process group for every directed rank pair also where none is needed.
         recipe: see there.
     """
@@ -62,7 +62,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kept_spans: int = 50
     checkpoint_every: int = 0
     keep: int = 2
-    resume: bool = False
+    resume: str = ""
     own_pairs: bool = False
     recipe: Recipe = Recipe()
 

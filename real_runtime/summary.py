@@ -50,6 +50,7 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "dtype": start["dtype"],
         "device": start["device"],
         "steps": len(done),
+        "restarts": sum(e["event"] == "restart" for e in events),
         "first_loss": done[0]["loss"],
         "last_loss": done[-1]["loss"],
         "step_time_s": middle,

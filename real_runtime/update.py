@@ -17,9 +17,10 @@ class Part:
     """A run of elements that this rank updates.
 
     Attributes:
-        name: of the weight. master: what the optimizer updates, with ``grad`` set. target: where
-            the products read the values, None when that is ``master`` itself.
+        name, spec: of the weight. master: what the optimizer updates, with ``grad`` set. target:
+            where the products read the values, None when that is ``master`` itself.
         counted: its squares count towards the global norm on this rank. decays: see ParameterSpec.
+        shard, shards: of the rank's part of the weight, see ``buckets.cut``. first: element there.
     """
 
     def __init__(
@@ -29,8 +30,12 @@ class Part:
         gradient: torch.Tensor,
         target: torch.Tensor | None,
         counted: bool,
+        shard: int = 0,
+        shards: int = 1,
+        first: int = 0,
     ) -> None:
-        self.name, self.decays, self.counted = weight.spec.name, weight.spec.decays, counted
+        self.spec, self.name, self.decays = weight.spec, weight.spec.name, weight.spec.decays
+        self.counted, self.shard, self.shards, self.first = counted, shard, shards, first
         self.master = values
         self.master.grad = gradient
         self.target = target
@@ -114,7 +119,12 @@ def _parts_of(bucket: Bucket) -> list[Part]:
         target.copy_(s.data.reshape(-1)[a - s.first : b - s.first])
         same = target.dtype == gradient.dtype
         values = target if same else target.to(gradient.dtype)
-        found.append(Part(s.weight, values, gradient, None if same else target, s.counted))
+        found.append(
+            Part(
+                s.weight, values, gradient, None if same else target, s.counted, bucket.number,
+                bucket.shards, a - s.first,
+            )
+        )  # fmt: skip
     return found
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from real_runtime.checkpoint import load, save
 from real_runtime.devices import backend_of, local_device
+from real_runtime.errors import RunError
 from real_runtime.executor import Executor, StepResult
 from real_runtime.launch import FAIL, SAY
 from real_runtime.rank import make_executor
 from real_runtime.record import join
-from real_runtime.resume import newest
 from real_runtime.settings import RunSettings
 from real_runtime.weight_files import StoredWeights, save_weights
 from sim.errors import HetlabError
@@ -99,10 +99,9 @@ def _train(executor: Executor, settings: RunSettings, events: Events, folder: Pa
     math = executor.plan.mathematics
     tokens = math.global_batch * math.sequence_length
     shown, first, every = 0.0, 0, settings.checkpoint_every
-    begin = newest(folder / CHECKPOINTS) if settings.resume else None
-    if begin is not None:
-        first = load(executor, begin)
-        events.write("resume", step=first, checkpoint=begin.name)
+    if settings.resume:
+        first = load(executor, Path(settings.resume))
+        events.write("resume", step=first, checkpoint=Path(settings.resume).name)
     for step in range(first, settings.steps):
         result = executor.run_step(step)
         rate = tokens / result.seconds
@@ -154,7 +153,7 @@ def main(folder: str) -> int:
         failure = {
             "rank": int(rank), "text": text, "unix_s": time.time(),
             "exit_code": code,
-            "peer": type(error).__name__ == "RunError",
+            "peer": _of_a_peer(error),
         }  # fmt: skip
         (Path(folder) / "errors" / f"rank-{rank}.json").write_text(json.dumps(failure))
         print(f"{FAIL}rank {rank}", file=sys.stderr)  # noqa: T201 - the launcher reads this
@@ -162,6 +161,14 @@ def main(folder: str) -> int:
             traceback.print_exc()
         return code
     return 0
+
+
+def _of_a_peer(error: Exception) -> bool:
+    """Whether an error says no more than that another rank is gone or silent."""
+    if isinstance(error, RunError | dist.DistError):
+        return True
+    # Gloo's collectives raise plain errors.
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _leave(code: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -165,26 +164,7 @@ def expected(problem: Any, config: dict[str, Any], plan: Any, settings: RunSetti
 
 def run_world(folder: Path, cases: list[world.Case], size: int = 4) -> dict[str, Any]:
     (folder / "cases.pickle").write_bytes(pickle.dumps((cases, STEPS)))
-    port = world.free_port()
-    logs = [(folder / f"rank{r}.log").open("w") for r in range(size)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(FOLDER / "world.py"), str(folder), str(r), str(size), str(port)],
-            stdout=logs[r], stderr=subprocess.STDOUT,
-        )
-        for r in range(size)
-    ]  # fmt: skip
-    try:
-        codes = [rank.wait(timeout=280) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        for log in logs:
-            log.close()
-    said = "\n".join((folder / f"rank{r}.log").read_text() for r in range(size))
-    assert codes == [0] * size, said
-    return pickle.loads((folder / "found.pickle").read_bytes())
+    return world.run_processes(FOLDER / "world.py", folder, size)
 
 
 @pytest.fixture(scope="module")

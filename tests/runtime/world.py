@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,30 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def run_processes(script: Path, folder: Path, size: int) -> Any:
+    """Run a world's script as ``size`` processes and return what rank 0 left."""
+    port = free_port()
+    logs = [(folder / f"rank{r}.log").open("w") for r in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(r), str(size), str(port)],
+            stdout=logs[r], stderr=subprocess.STDOUT,
+        )
+        for r in range(size)
+    ]  # fmt: skip
+    try:
+        codes = [rank.wait(timeout=280) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.close()
+    said = "\n".join((folder / f"rank{r}.log").read_text() for r in range(size))
+    assert codes == [0] * size, said
+    return pickle.loads((folder / "found.pickle").read_bytes())
 
 
 if __name__ == "__main__":
