@@ -2,7 +2,7 @@
 
 Products: ``t = dispatch + max(2 m n k (1 + d/m)(1 + d/n)(1 + d/k) / rate, bytes / memory rate)``,
 least squares of the logarithms over the dtype's rate and one ``d`` (sim.cost.compute). Links: the
-fastest message gives the latency, the best size the rate, every size a point of the curve.
+shortest message gives the latency, the best size the rate, every size a point of the curve.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def fit_wire(records: Sequence[Record], ranks: int) -> Wire:
     typical, n = float(np.median(spreads)), pings[0].repeats
     return Wire(
         rate=Number(rate, typical, n, f"at {best[0]:g} B"),
-        latency=Number(latency, spread(pings[0]), n, "one way, the fastest message"),
+        latency=Number(latency, spread(pings[0]), n, "one way, the shortest message"),
         curve=points,
         curve_spread=max(spreads),
     )

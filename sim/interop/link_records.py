@@ -118,10 +118,11 @@ def member_transfer(collective: str, ranks: int, nbytes: float, seconds: float) 
 def alone_curve(
     sizes: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float, tuple[tuple[float, float], ...]]:
-    """Fit latency, rate and curve to messages alone; each measured time comes out again.
+    """Fit latency, rate and curve to messages alone; times that grow with size come out again.
 
-    The fastest message is all latency. What is left of another is its bytes over the rate, at least
-    ``NOISE`` of the latency and never less than a shorter message's. The best size gives the rate.
+    A time above a longer message's counts as that one. The shortest message is all latency. What is
+    left of another is its bytes over the rate, at least ``NOISE`` of the latency. The best size
+    gives the rate.
 
     Args:
         sizes: [B] strictly growing, at least two. seconds: [s].
@@ -129,10 +130,10 @@ def alone_curve(
     Returns:
         Latency [s], rate [B/s], ((nbytes [B], share of the rate), ...) without the first size.
     """
-    latency = min(seconds)
-    left = np.maximum(np.array(seconds[1:]) - latency, NOISE * latency)
-    grown = np.maximum.accumulate(left)
-    reached = np.array(sizes[1:]) / grown
+    # A shorter message takes no longer than a longer one; what disturbs a measurement only adds.
+    quiet = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
+    latency = float(quiet[0])
+    reached = np.array(sizes[1:]) / np.maximum(quiet[1:] - latency, NOISE * latency)
     rate = float(reached.max())
     points = zip(np.array(sizes[1:]).tolist(), (reached / rate).tolist(), strict=True)
     return latency, rate, tuple(points)

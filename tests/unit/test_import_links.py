@@ -13,18 +13,25 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sim.cli import build_app
 from sim.cost.collective import collective_cost
 from sim.errors import InputError
 from sim.hardware.catalog import Catalog
 from sim.hardware.machine import Machine
 from sim.hardware.route import path, transfer_time
 from sim.interop.kineto import kineto_transfers, read_kineto, seconds_by_kind
-from sim.interop.link_records import Transfer, limited, link_document, member_transfer, unpacked
+from sim.interop.link_records import (
+    Transfer,
+    alone_curve,
+    limited,
+    link_document,
+    member_transfer,
+    unpacked,
+)
 from sim.interop.nccl_tests import nccl_transfers, read_nccl
 from sim.interop.nvidia_topo import node_document, read_topology
 from sim.interop.perftest import read_perftest
 from sim.problem import load_problem
+from sim.root_command import build_app
 
 DATA = Path(__file__).parents[1] / "data" / "links"
 
@@ -250,3 +257,9 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
     assert "--accelerator" in run(str(bad), "--format", "topo", "-o", out)[1]
     assert "cannot read it" in run("nowhere", "--format", "perftest", "-o", out)[1]
     assert list(tmp_path.glob("*.yaml")) == []
+
+
+def test_a_disturbed_message_counts_as_a_longer_one_that_was_faster() -> None:
+    latency, rate, points = alone_curve([8.0, 1e6, 2e6, 4e6], [1e-3, 9e-3, 3e-3, 5e-3])
+    assert latency == 1e-3
+    assert [size / (rate * share) for size, share in points] == pytest.approx([2e-3, 2e-3, 4e-3])
