@@ -38,13 +38,18 @@ def check_structure(plan: Plan) -> None:
 
 
 def check_belongs(plan: Plan, problem: Problem) -> None:
-    """Check that a plan is for a problem: all of its model, its batch, its chips, its amounts.
+    """Check that a plan is for a problem: its mathematics, model, batch, chips and amounts.
 
     Raises:
         PlanError: the first thing that differs.
     """
     job, math, placement = problem.job, plan.mathematics, plan.placement
     _same("problem_hash", plan.problem_hash or problem.hash, problem.hash)
+    if not plan.exact and not job.limits.allow_inexact:
+        raise PlanError(
+            f"the plan changes the mathematics ({plan.reason}) and its job does not allow it",
+            key="job.limits.allow_inexact", found="false", expected="true to allow it",
+        )  # fmt: skip
     for name in ("global_batch", "sequence_length", "dtype", "reduction_dtype", "optimizer"):
         _same(f"mathematics.{name}", getattr(math, name), getattr(job, name))
     if placement.microbatches:
