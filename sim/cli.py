@@ -1,63 +1,20 @@
-"""The root command. Other packages add theirs through the entry-point group ``hetlab.commands``."""
+"""The command line: what a command raises, and Ctrl-C at any moment, become a line and a code.
+
+Everything that takes time to import is imported inside ``main``, where Ctrl-C is awaited.
+"""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
+from sim.errors import HetlabError, StoppedError
 
-from sim import commands, doctor, export_command, import_command
-from sim.cli_output import logger, set_up_logging, stderr_console
-from sim.errors import HetlabError
-from sim.settings import read_settings
-
-__all__ = ["build_app", "load_plugins", "main"]
+__all__ = ["main"]
 
 EXIT_UNEXPECTED = 1
-
-
-def load_plugins(app: typer.Typer, group: str) -> tuple[str, ...]:
-    """Let every entry point of a group add its commands to an app.
-
-    Args:
-        app: the app the commands are added to. group: entry-point group; each entry is a callable
-            that takes the app.
-
-    Returns:
-        One message per entry that could not be loaded: a broken plug-in must not take the whole
-        command down, and ``hetlab doctor`` reports it.
-    """
-    broken = []
-    for entry in sorted(metadata.entry_points(group=group), key=lambda e: e.name):
-        try:
-            entry.load()(app)
-        except Exception as error:  # noqa: BLE001 - anything can go wrong in a plug-in's import
-            broken.append(f"{group}: {entry.name} ({entry.value}): {type(error).__name__}: {error}")
-    return tuple(broken)
-
-
-def build_app() -> typer.Typer:
-    """Return the root app with the commands of all installed packages."""
-    app = typer.Typer(
-        name="hetlab",
-        help="Plan, simulate and run training on mixed accelerators.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.callback()(_root)
-    commands.register(app)
-    export_command.register(app)
-    import_command.register(app)
-    doctor_app = typer.Typer(add_completion=False)
-    broken = load_plugins(app, "hetlab.commands") + load_plugins(doctor_app, "hetlab.doctor")
-    doctor.register(doctor_app, broken)
-    app.add_typer(doctor_app, name="doctor")
-    return app
+_STOPPED = "hetlab: stopped before there was a result"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -66,38 +23,56 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Args:
         argv: arguments after the program name; None means those of this process.
     """
-    set_up_logging(logging.DEBUG if read_settings().debug else logging.INFO)
     try:
-        build_app()(args=None if argv is None else list(argv), prog_name="hetlab")
+        _run(None if argv is None else list(argv))
+    except SystemExit as stop:
+        # A command that Ctrl-C ended; one that still had a result has printed it.
+        if stop.code == StoppedError.exit_code and _interrupted(stop):
+            _report(_STOPPED)
+        raise
+    except KeyboardInterrupt:
+        _report(_STOPPED)
+        sys.exit(StoppedError.exit_code)
     except HetlabError as error:
         _report(f"hetlab: {error}")
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last place that can turn it into one message
+        if _interrupted(error):
+            # Extension modules turn Ctrl-C during their import into errors of their own.
+            _report(_STOPPED)
+            sys.exit(StoppedError.exit_code)
         _report(f"hetlab: unexpected {type(error).__name__}: {error} (--debug shows where)")
         sys.exit(EXIT_UNEXPECTED)
     sys.exit(0)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"hetlab {metadata.version('hetlab')}")
-        raise typer.Exit
+def _run(argv: list[str] | None) -> None:
+    import logging
+
+    from sim import root_command
+    from sim.cli_output import set_up_logging
+    from sim.settings import read_settings
+
+    set_up_logging(logging.DEBUG if read_settings().debug else logging.INFO)
+    root_command.build_app()(args=argv, prog_name="hetlab")
 
 
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")] = False,
-) -> None:
-    if debug:
-        logger.setLevel(logging.DEBUG)
+def _interrupted(error: BaseException) -> bool:
+    """Whether an exception comes from Ctrl-C."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _report(message: str) -> None:
+    if "sim.cli_output" not in sys.modules:
+        sys.stderr.write(message + "\n")
+        return
+    import logging
+
+    from sim.cli_output import logger, stderr_console
+
     # Debug is a property of the logger, so that it needs no state beside the parser's.
     if logger.isEnabledFor(logging.DEBUG):
         logger.exception("traceback")

@@ -19,7 +19,7 @@ from sim.cli_output import (
     progress,
     stderr_console,
 )
-from sim.errors import UsageError
+from sim.errors import StoppedError, UsageError
 from sim.thresholds import fail_if, numbers_of, read_thresholds
 
 if TYPE_CHECKING:
@@ -191,10 +191,23 @@ def _pins(texts: list[str] | None) -> dict[str, str]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a search's progress on stderr; silent when stderr is no terminal."""
-    if not stderr_console().is_terminal:
-        yield lambda what, done, total: None
-        return
+    """Show a search's progress on stderr; silent when stderr is no terminal.
+
+    Raises:
+        StoppedError: Ctrl-C where the search does not keep what it has found.
+    """
+    try:
+        if stderr_console().is_terminal:
+            with _shown_lines() as show:
+                yield show
+        else:
+            yield lambda what, done, total: None
+    except KeyboardInterrupt:
+        raise StoppedError("stopped before a plan was found") from None
+
+
+@contextmanager
+def _shown_lines() -> Iterator[Callable[[str, int, int], None]]:
     with progress("searching") as _:
         console = stderr_console()
         last = [""]

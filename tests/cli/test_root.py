@@ -8,8 +8,8 @@ import sys
 import pytest
 import typer
 
-from sim import cli, doctor
-from sim.errors import InfeasibleError, InputError, ThresholdError, UsageError
+from sim import cli, doctor, root_command
+from sim.errors import InfeasibleError, InputError, StoppedError, ThresholdError, UsageError
 
 HEAVY = ("torch", "pandas", "scipy", "matplotlib", "ortools")
 
@@ -58,7 +58,7 @@ def test_doctor_prints_one_json_document():
 
 def app_raising(error: BaseException) -> typer.Typer:
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.callback()(cli._root)
+    app.callback()(root_command._root)
 
     @app.command()
     def fail() -> None:
@@ -79,11 +79,12 @@ def app_raising(error: BaseException) -> typer.Typer:
         (ThresholdError("step_time > 2 s"), 5, "step_time > 2 s"),
         (UsageError("--a contradicts --b"), 2, "--a contradicts --b"),
         (ValueError("oops"), 1, "unexpected ValueError: oops"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "stopped before there was a result"),
+        (StoppedError("stopped before a plan was found"), 130, "before a plan was found"),
     ],
 )
 def test_errors_become_exit_codes_and_one_line(monkeypatch, capsys, error, code, text):
-    monkeypatch.setattr(cli, "build_app", lambda: app_raising(error))
+    monkeypatch.setattr(root_command, "build_app", lambda: app_raising(error))
     with pytest.raises(SystemExit) as stop:
         cli.main(["fail"])
     assert stop.value.code == code
@@ -93,8 +94,59 @@ def test_errors_become_exit_codes_and_one_line(monkeypatch, capsys, error, code,
     assert "Traceback" not in err
 
 
+def test_a_result_before_ctrl_c_is_not_denied(monkeypatch, capsys):
+    monkeypatch.setattr(root_command, "build_app", lambda: app_raising(typer.Exit(130)))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fail"])
+    assert stop.value.code == 130 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys, wrapped):
+    def stopped():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if wrapped:
+                raise ImportError("an extension module gave up")  # noqa: B904 - as they do
+            raise
+
+    monkeypatch.setattr(root_command, "build_app", stopped)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "hetlab: stopped before there was a result\n"
+
+
+def test_nothing_heavy_is_imported_before_ctrl_c_is_awaited():
+    code = (
+        "import sys; from sim.cli import main\n"
+        "print([m for m in ('typer', 'rich', 'numpy', 'msgspec', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["typer", "sim.cli_output", "strategies.cli", "numpy"])
+def test_a_signal_during_an_import_ends_with_one_line(module):
+    """The process sends itself SIGINT when it first imports a module."""
+    code = (
+        "import os, signal, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from sim.cli import main\n"
+        "main(['plan', 'v100_t4', 'gpt2_355m', 'v100_t4'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "hetlab: stopped before there was a result\n"
+
+
 def test_debug_adds_the_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "build_app", lambda: app_raising(ValueError("oops")))
+    monkeypatch.setattr(root_command, "build_app", lambda: app_raising(ValueError("oops")))
     with pytest.raises(SystemExit):
         cli.main(["--debug", "fail"])
     assert "Traceback" in capsys.readouterr().err
@@ -111,9 +163,9 @@ def test_a_broken_plugin_is_reported_and_the_rest_works(monkeypatch):
 
     called = []
     entries = [Entry("b", missing), Entry("a", lambda: called.append)]
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(root_command.metadata, "entry_points", lambda group: entries)
     app = typer.Typer()
-    broken = cli.load_plugins(app, "hetlab.commands")
+    broken = root_command.load_plugins(app, "hetlab.commands")
     assert called == [app]
     assert len(broken) == 1
     assert "hetlab.commands: b (x:b): ModuleNotFoundError" in broken[0]
