@@ -14,6 +14,16 @@ from sim.errors import InfeasibleError, InputError, StoppedError, ThresholdError
 HEAVY = ("torch", "pandas", "scipy", "matplotlib", "ortools")
 
 
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """The command line sets up logging for its process; other tests have theirs."""
+    logger = logging.getLogger("hetlab")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
 def run_hetlab(*args: str) -> subprocess.CompletedProcess[str]:
     code = "from sim.cli import main; main()"
     return subprocess.run(
@@ -150,7 +160,6 @@ def test_debug_adds_the_traceback(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["--debug", "fail"])
     assert "Traceback" in capsys.readouterr().err
-    logging.getLogger("hetlab").setLevel(logging.INFO)
 
 
 def test_a_broken_plugin_is_reported_and_the_rest_works(monkeypatch):
