@@ -2,7 +2,8 @@
 
 Rows of both span tables are joined by op, rank, peer and microbatch, and each op's duration is the
 median over steps. A collective is one op for all members: it lasts from its last member's start to
-the last end, so that waiting for members counts for nobody. Measured ends of transfers are upper
+the last end, so that waiting for members counts for nobody; so does the first OPT of a step, which
+sums the gradient's norm over all ranks where it is measured. Measured ends of transfers are upper
 bounds (``real_runtime.record``).
 """
 
@@ -181,12 +182,12 @@ def durations(
 ) -> tuple[dict[Key, list[float]], dict[Key, tuple[str, int, bool, int]]]:
     """Return what each op took [s] in each step; and its name, stage, if it computes, its ranks."""
     names = ("kind", "stream", "op", "rank", "peer", "microbatch", "step", "stage", "part",
-             "segment", "group", "start_s", "end_s")  # fmt: skip
-    table = list(zip(*(spans[n].tolist() for n in names), strict=True))
+             "segment", "group", "end_s")  # fmt: skip
+    table = zip(*(spans[n].tolist() for n in names), _starts(spans), strict=True)
     times: dict[tuple[int, Key], list[tuple[float, float]]] = defaultdict(list)
     about: dict[Key, tuple[str, int, bool, int]] = {}
     seen: dict[tuple[int, str, int], int] = defaultdict(int)
-    for kind, stream, op, rank, peer, mb, step, stage, part, segment, group, start, end in table:
+    for kind, stream, op, rank, peer, mb, step, stage, part, segment, group, end, start in table:
         if group:
             # The n-th op of a member list is the same for all members, whatever program lists it.
             number = seen[step, stream, rank]
@@ -204,6 +205,22 @@ def durations(
     for (_, key), both in times.items():
         found[key].append(max(max(e for _, e in both) - max(s for s, _ in both), 0.0))
     return found, about
+
+
+def _starts(spans: Spans) -> list[float]:
+    """Starts [s]; the first OPT of a rank and measured step starts when the last rank's does."""
+    found = spans.columns["start_s"].copy()
+    update = spans.where("kind", lambda k: k == "OPT")
+    first: dict[int, dict[int, int]] = defaultdict(dict)
+    for i in np.flatnonzero(update & spans.where("source", lambda s: s == "measured")).tolist():
+        step, rank = int(spans.columns["step"][i]), int(spans.columns["rank"][i])
+        if found[i] < found[first[step].setdefault(rank, i)]:
+            first[step][rank] = i
+    for rows in first.values():
+        index = list(rows.values())
+        found[index] = found[index].max()
+    starts: list[float] = found.tolist()
+    return starts
 
 
 def _kinds(

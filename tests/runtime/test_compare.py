@@ -82,6 +82,19 @@ def test_waiting_for_a_member_is_not_the_collectives_time() -> None:
     assert all(r.measured_s == pytest.approx(r.predicted_s) for r in found)
 
 
+def test_the_first_update_of_a_step_begins_with_the_last_rank() -> None:
+    """It sums the gradient's norm over all ranks, so an early rank waits inside it."""
+    spans = spans_of_run(simulate(replicas(), PROBLEM, steps=2, fold=False))
+    columns = {k: v.copy() for k, v in spans.columns.items()}
+    early = (spans["kind"] == "OPT") & (columns["rank"] == 0)
+    columns["start_s"][early] -= 1.0
+    measured = type(spans)(columns, dict(spans.names) | {"source": ("measured",)})
+    rows, _, _ = line_up(spans, measured)
+    found = [r for r in rows if r.kind == "OPT"]
+    assert len(found) == 2
+    assert all(r.measured_s == pytest.approx(r.predicted_s) for r in found)
+
+
 def test_ops_of_one_table_only_are_named() -> None:
     plan = pipeline()
     spans = spans_of_run(simulate(plan, PROBLEM, fold=False))
