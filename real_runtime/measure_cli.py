@@ -43,7 +43,7 @@ def _probe(
     from real_runtime.probe.records import QUICK, ProbeSettings
     from real_runtime.probe.report import print_probe, probe_document
     from sim.hardware.build import build_machine
-    from sim.interop.yaml_file import write_whole
+    from sim.interop.files import write_whole
     from sim.optional import import_optional
     from sim.spec.cluster import ClusterDoc
     from sim.spec.load import Source, validate
@@ -121,7 +121,7 @@ def _calibrate(
     from real_runtime.calibrate import calibrate
     from real_runtime.calibrate_table import print_calibration
     from real_runtime.compare_run import read_run
-    from sim.interop.yaml_file import write_whole, yaml_text
+    from sim.interop.files import write_whole, yaml_text
     from sim.plan.io import load_plan
     from sim.problem import load_problem
 

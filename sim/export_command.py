@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +34,7 @@ def _export(
     replica: Annotated[int, typer.Option(min=0, help="Whose order.")] = 0,
 ) -> None:
     """Write a plan in another tool's format."""
+    from sim.interop.files import write_whole
     from sim.interop.schedule_csv import schedule_to_csv
     from sim.plan.io import load_plan
     from sim.plan.validate import validate
@@ -48,7 +48,7 @@ def _export(
     if schedule_csv == "-":
         emit_text(text)
     else:
-        _write(Path(schedule_csv), text)
+        write_whole(Path(schedule_csv), text)
         logger.info("schedule: %s", schedule_csv)
 
 
@@ -77,21 +77,3 @@ def _require_compute(plan: Plan, file: str) -> None:
             found=where,
             expected="a lowering, or programs with F and B, for every cell",
         )
-
-
-def _write(target: Path, text: str) -> None:
-    """Write a file: beside the target first, then renamed.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        beside.replace(target)
-    except OSError as error:
-        raise InputError(
-            "cannot write the schedule", str(target), found=error.strerror or str(error)
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)

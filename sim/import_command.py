@@ -47,7 +47,7 @@ def _import_links(
     as_json: JsonOption = False,
 ) -> None:
     """Write a link profile (topo: a node profile) from what another tool measured."""
-    from sim.interop.yaml_file import write_whole, yaml_text
+    from sim.interop.files import write_whole, yaml_text
     from sim.spec.load import Source, validate
     from sim.spec.profiles import LinkDoc, NodeDoc
 

@@ -18,7 +18,7 @@ from real_runtime.probe.records import Facts, ProbeSettings, Record, select, spr
 from sim.errors import UsageError
 from sim.hardware.build import build_machine
 from sim.hardware.catalog import bundled_catalog
-from sim.interop.yaml_file import write_whole, yaml_text
+from sim.interop.files import write_whole, yaml_text
 from sim.spec.cluster import ClusterDoc
 from sim.spec.load import Source, validate
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc

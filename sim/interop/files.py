@@ -1,4 +1,4 @@
-"""Documents that hetlab itself writes as YAML."""
+"""Files that hetlab writes: whole or not at all, and plain data as YAML."""
 
 from __future__ import annotations
 
