@@ -165,6 +165,46 @@ def test_files_are_a_catalogue_and_say_where_each_number_comes_from(tmp_path: Pa
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_copies_to_a_device_give_the_slower_direction_and_what_pageable_memory_keeps() -> None:
+    copies = {
+        "to device, pinned": 20e9, "to host, pinned": 16e9, "to device, pageable": 8e9,
+        "to host, pageable": 4e9,
+    }  # fmt: skip
+    records = known() + [record("host_copy", k, 1e8 / r, nbytes=1e8) for k, r in copies.items()]
+    d = documents_of(
+        "probed", FACTS, fit_chip(records), fit_wire(records, 2), records, ProbeSettings(),
+        "2026-01-31",
+    )  # fmt: skip
+    assert d.node["pcie"]["pageable"]["value"] == pytest.approx(0.25)
+    node = load_problem(d.cluster, "llama_tiny", "two_processes").machine.nodes[0]
+    assert node.pcie_rate == pytest.approx(16e9)
+
+
+def test_one_rank_alone_has_no_link() -> None:
+    records = [r for r in known() if r.what not in ("ping", "overlap")]
+    chip = fit_chip(records)
+    assert chip.compute_slowdown is None and chip.comm_slowdown is None
+    settings = ProbeSettings(ranks=1)
+    d = documents_of("alone", FACTS, chip, None, records, settings, "2026-01-31")
+    machine = load_problem(d.cluster, "llama_tiny", "two_processes").machine
+    assert machine.num_chips == 1 and d.link == {}
+    assert machine.accelerators["alone-cpu"].compute_slowdown == 1.0
+
+
+@pytest.mark.gpu
+def test_a_device_is_copied_to_and_from() -> None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
+    from real_runtime.devices import local_device
+    from real_runtime.probe.kernels import Meter
+    from real_runtime.probe.wires import host_copies
+
+    found = list(host_copies(Meter(local_device(0), 7, 1e-3, lambda: None)))
+    assert len(found) == 4 and all(r.median > 0 for r in found)
+
+
 def test_ranks_are_merged_by_their_medians() -> None:
     one, two = record("copy", "fp32", 1.0, nbytes=8), record("copy", "fp32", 3.0, nbytes=8)
     ping = record("ping", "", 5.0, nbytes=4)
