@@ -143,8 +143,7 @@ class _Repair:
         chosen: dict[bytes, Repaired] = {}
         for r in sorted(self.state.found, key=lambda r: r.finalist.score):
             chosen.setdefault(r.contender.structure, r)
-        proven = self.state.proven
-        left = [r.structure for r in chosen.values() if r.finalist.plan.hash not in proven]
+        left = [r.structure for key, r in chosen.items() if key not in self.state.proven]
         return left[:POLISHED]
 
     def run(self, structure: Structure, most: int) -> None:
@@ -154,7 +153,7 @@ class _Repair:
             structure: to repair. most: simulations of the planner for each set of knobs.
         """
         refused: dict[str, int] = {}
-        planned = late = False
+        planned, late, proven = False, False, True
         for draft in drafts_of(self.problem, structure.slab, self.choices):
             space = OFFLOAD.space(self.problem, draft)
             if not space.values:
@@ -164,10 +163,12 @@ class _Repair:
                 if self._cut(structure) or late:
                     break
                 try:
-                    self._plan(structure, draft, base, most)
+                    proven &= self._plan(structure, draft, base, most)
                     planned = True
                 except InputError as error:
                     refused[error.message] = 1
+        if proven and not late:
+            self.state.proven.add(structure_key(structure.slab))
         if most != QUICK:
             return
         if planned:
@@ -182,14 +183,19 @@ class _Repair:
     def _cut(self, structure: Structure) -> bool:
         return structure.bound_s * structure.price >= self.best
 
-    def _plan(self, structure: Structure, draft: PlanDraft, base: AutoHeteKnobs, most: int) -> None:
-        """Ask the planner; while nothing is known begin with what is quickly known, an extreme."""
+    def _plan(self, structure: Structure, draft: PlanDraft, base: AutoHeteKnobs, most: int) -> bool:
+        """Ask the planner; while nothing is known begin with what is quickly known, an extreme.
+
+        Returns:
+            Whether nothing else under these knobs is faster than the best known now.
+        """
         corners = extremes(self.problem, draft, base, self.choices)
         self._note_shortfall([plan for knobs, plan in corners if knobs.optimizer])
         if too_large([plan for _, plan in corners], self.problem):
-            return
+            return True
         fit = [k for k, plan in corners if k.optimizer and not short_of(plan, self.problem)]
-        mine = [self._keep(structure, draft, k) for k in fit[:1] if self.best == math.inf]
+        if fit and self.best == math.inf:
+            self._keep(structure, draft, fit[0])
         try:
             planned = plan_offload(
                 self.problem,
@@ -207,12 +213,10 @@ class _Repair:
             for knobs in fit:
                 self._keep(structure, draft, knobs)
             self.state.extremes[error.message] += 1
-            return
+            return False
         if not planned.best.short:
-            knobs = planned.best.knobs
-            mine.append(self._keep(structure, draft, knobs, planned.best.step_s))
-        if mine and planned.proven:
-            self.state.proven.add(min(mine)[1])
+            self._keep(structure, draft, planned.best.knobs, planned.best.step_s)
+        return planned.proven
 
     def _note_shortfall(self, plans: Sequence[Plan]) -> None:
         for plan in plans:
@@ -222,8 +226,8 @@ class _Repair:
 
     def _keep(
         self, structure: Structure, draft: PlanDraft, knobs: AutoHeteKnobs, least_s: float = 0.0
-    ) -> tuple[float, str]:
-        """Simulate a choice as it will be reported and keep it; return its score and hash.
+    ) -> None:
+        """Simulate a choice as it will be reported and keep it.
 
         The pace of a few steps may still be shorter than the steady one; it counts as the bound.
         """
@@ -255,4 +259,3 @@ class _Repair:
             ),
         ]
         self.best = min(self.best, finalist.score)
-        return finalist.score, plan.hash

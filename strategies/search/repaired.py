@@ -40,7 +40,7 @@ class Offloaded(msgspec.Struct, kw_only=True):
         refused: why structures cannot be offloaded -> how many. extremes: why the planner did not
             look between all and nothing on the host -> how many drafts.
         short: the smallest shortfall with all layers on the host. stopped: before its end.
-        proven: hashes of plans than which nothing else of their structure on the host is faster.
+        proven: structures of which nothing on the host is faster than the best plan found.
     """
 
     found: list[Repaired] = []
@@ -52,12 +52,12 @@ class Offloaded(msgspec.Struct, kw_only=True):
     extremes: Counter[str] = msgspec.field(default_factory=Counter)
     short: Shortfall | None = None
     stopped: bool = False
-    proven: set[str] = set()
+    proven: set[bytes] = set()
 
     @property
     def is_proven(self) -> bool:
         """Whether the best plan is the fastest of its structure."""
-        return bool(self.found) and self.found[0].finalist.plan.hash in self.proven
+        return bool(self.found) and self.found[0].contender.structure in self.proven
 
     @property
     def notes(self) -> tuple[str, ...]:
