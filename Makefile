@@ -10,14 +10,18 @@ TORCH_FROM  := $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
 # Cluster file of `make demo`; empty means the bundled 12 V100 + 4 T4 cluster.
 CLUSTER     ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# `make soak`: seed (empty: a new one, printed) and time limit in minutes.
+SEED        ?=
+MINUTES     ?= 30
 
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py)
 
-.PHONY: demo test test-env runtime-env lint clean help
+.PHONY: demo test soak test-env runtime-env lint clean help
 
 help:
 	@echo "make demo      plan and simulate the bundled job (CLUSTER=file for another cluster)"
 	@echo "make test      everything CI runs"
+	@echo "make soak      seeded campaigns of killed ranks and broken files (SEED=n MINUTES=n)"
 	@echo "make test-env  build .venv with what the tests need"
 	@echo "make runtime-env  add PyTorch (TORCH_INDEX=url for another package index)"
 
@@ -30,6 +34,9 @@ demo:
 
 test: test-env lint
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: test-env
+	HETLAB_SOAK_SEED="$(SEED)" HETLAB_SOAK_MINUTES="$(MINUTES)" $(PY) -m pytest tests/soak -n 0 -rs
 
 lint: test-env
 	$(VENV)/bin/ruff check .

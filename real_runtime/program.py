@@ -17,7 +17,7 @@ from sim.plan.program import STEPS, Program
 from sim.plan.unroll import LOCAL_STREAMS, unroll
 from sim.plan.wiring import Wiring, is_transfer, wire
 
-__all__ = ["Node", "RankProgram", "rank_program"]
+__all__ = ["Node", "RankProgram", "check_form", "rank_program", "refused"]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     consumer: int = -1
 
     @property
+    def on_wire(self) -> bool:
+        """Whether it is a transfer or a collective."""
+        return self.piece is not None or self.group >= 0
+
+    @property
     def wire(self) -> tuple[object, ...]:
         """What it shares its order with: a directed pair, or a member list."""
         if self.piece is not None:
@@ -64,33 +69,33 @@ class RankProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_form(program: Program) -> None:
-    """Refuse what is not one plain step repeated.
+    """Refuse what is not one plain step repeated, whatever its handlers do.
 
     Raises:
-        UnsupportedPlanError: prologue, epilogue, nested repeats, ``on`` blocks, late amounts, parts
-            or ops carried over from the step before.
+        UnsupportedPlanError: prologue, epilogue, nested repeats, ``on`` blocks, late amounts,
+            versions, streams of an op's own or ops carried over from the step before.
     """
     if len(program.blocks) != 1 or program.blocks[0].form != "repeat":
         forms = " ".join(b.form for b in program.blocks)
-        raise _refused("program of several blocks", forms, "one repeat(steps)")
+        raise refused("program of several blocks", forms, "one repeat(steps)")
     block = program.blocks[0]
     if block.count != STEPS:
-        raise _refused("repeat", f"repeat({block.count})", "repeat(steps)")
+        raise refused("repeat", f"repeat({block.count})", "repeat(steps)")
     for item in block.items:
         if not isinstance(item, Op):
-            raise _refused("nested block", item.form, "ops only")
+            raise refused("nested block", item.form, "ops only")
         for what, wrong in (
             ("op carried over a step", item.carried),
             ("late amount", item.ref),
-            ("part of a microbatch", item.part >= 0),
             ("version", item.reads or item.writes),
             ("stream of an op's own", item.stream),
         ):
             if wrong:
-                raise _refused(what, item.name, "a plan without")
+                raise refused(what, item.name, "a plan without")
 
 
-def _refused(what: str, found: str, expected: str) -> UnsupportedPlanError:
+def refused(what: str, found: str, expected: str) -> UnsupportedPlanError:
+    """Return the error of something in a program that this runtime does not run."""
     return UnsupportedPlanError(
         f"the runtime does not run this {what}", key="programs", found=found, expected=expected
     )

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 from real_runtime.errors import UnsupportedPlanError
 from real_runtime.model.config import read_config
-from real_runtime.program import check_form
+from real_runtime.program import check_form, refused
 from sim.plan.deps import EXPERTS
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
@@ -65,6 +65,9 @@ def check_supported(plan: Plan) -> Problem:
         )
     for program in programs:
         check_form(program)
+        for op in walk(program):
+            if op.part >= 0:
+                raise refused("part of a microbatch", op.name, "a plan without")
     validate(plan)
     _collectives(plan)
     return problem
