@@ -10,6 +10,7 @@ import numpy as np
 
 from sim.cost.memory import TERMS, MemoryKnobs, stage_memory_terms
 from sim.cost.offload import segment_terms
+from sim.cost.servers import servers_of
 from sim.errors import PlanError
 from sim.hardware.machine import Accelerator
 from sim.model.amounts import block_table
@@ -27,6 +28,7 @@ __all__ = [
     "live_microbatches",
     "memory_limit",
     "peak_memory",
+    "server_memory",
 ]
 
 BAND = 0.10
@@ -221,4 +223,22 @@ def peak_memory(plan: Plan, problem: Problem) -> Mapping[tuple[int, int], Ledger
         if key not in known:
             known[key] = ledger(plan, problem, cell)
         found[cell.stage, cell.replica] = known[key]
+    return found
+
+
+def server_memory(plan: Plan, problem: Problem) -> Mapping[int, Ledger]:
+    """Return rank -> ledger of every server that has a chip of its own."""
+    machine, found = problem.machine, {}
+    types = [n.accelerator for n in machine.nodes for _ in range(*n.chips)]
+    for server in servers_of(plan, problem):
+        if server.on_chip:
+            accelerator = machine.accelerators[types[server.chip]]
+            terms = dict.fromkeys(TERMS, 0.0) | server.terms
+            terms["allocator gap"] = accelerator.allocator_gap * sum(server.terms.values())
+            terms["context"] = accelerator.context_bytes
+            found[server.rank] = Ledger(
+                terms=terms,
+                capacity_bytes=accelerator.memory_bytes,
+                limit_bytes=memory_limit(accelerator, problem.job),
+            )
     return found

@@ -21,6 +21,7 @@ import numpy as np
 
 from sim.cost.collective import places
 from sim.cost.memory import TERMS, MemoryKnobs, stage_memory_terms
+from sim.cost.servers import servers_of
 from sim.model.amounts import BlockTable, block_table, rank_params
 from sim.plan.placement import Cell, Segment
 from sim.plan.plan import Plan
@@ -197,7 +198,7 @@ def _kept(table: BlockTable, segment: Segment, cell: Cell, knobs: MemoryKnobs) -
 
 
 def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, HostLedger]:
-    """Return host memory of every node that holds something for its chips.
+    """Return host memory of every node that holds something for its chips, or serves parameters.
 
     What segments keep on NVMe passes through rings of ``nvme_buffers`` per rank, the term
     "staging": one of states (and the parameters written with them), one of parameters that are
@@ -235,6 +236,11 @@ def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, H
             for node in _nodes(plan, cell, where):
                 staged = sums[node].get("staging", 0.0)
                 sums[node]["staging"] = staged + placement.nvme_buffers * ring
+    for server in servers_of(plan, problem):
+        if not server.on_chip:
+            held = sums.setdefault(where[server.chip], dict.fromkeys(HOST_TERMS, 0.0))
+            for name, nbytes in server.terms.items():
+                held[name] += nbytes
     capacity = {node: machine.nodes[node].host_memory_bytes for node in sums}
     return {
         node: HostLedger(terms=terms, capacity_bytes=capacity[node], known=capacity[node] > 0)

@@ -18,6 +18,7 @@ from sim.plan.order import find_cycle
 from sim.plan.passes import expand
 from sim.plan.plan import Plan
 from sim.plan.program import Program, walk
+from sim.plan.servers import check_servers
 from sim.plan.structure import check_belongs, check_structure
 from sim.plan.tables import resolve_tables
 from sim.plan.wiring import Wiring, wire
@@ -54,6 +55,7 @@ def validate(plan: Plan, problem: Problem | None = None) -> None:
         check_belongs(plan, problem)
     programs, wiring = expand(plan), wire(plan.placement)
     _ranks(plan, programs)
+    check_servers(plan.placement, programs)
     for program in programs:
         rank = program.ranks[0]
         ops = list(walk(program))

@@ -12,7 +12,9 @@ from sim.errors import InputError
 from sim.hardware.machine import Accelerator, Machine
 from sim.model.amounts import attention_flops, forward_flops
 from sim.model.graph import Block, Model
+from sim.plan.passes import expand
 from sim.plan.plan import Plan
+from sim.plan.servers import serving_chips
 
 __all__ = ["Basis", "basis_of", "peak_of"]
 
@@ -21,7 +23,8 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     """The denominators and fixed amounts of a plan's metrics.
 
     Args:
-        tokens_per_step: tokens of all replicas. num_chips: chips that hold a rank.
+        tokens_per_step: tokens of all replicas. num_chips: chips that hold a rank; a server that is
+            a process of its node holds none.
         model_flops_per_step: [FLOP] forward and backward of the placed blocks, no recomputation, or
             None when the plan does not say which blocks it places.
         hardware_flops_per_step: [FLOP] the same plus recomputation.
@@ -166,10 +169,13 @@ def _flops_of(
 
 
 def _chips(plan: Plan, machine: Machine) -> list[Accelerator]:
-    """The accelerator under each rank of a cell; chips that hold no rank are not counted."""
+    """The accelerator under each rank that computes; chips that hold none are not counted."""
     types: list[Accelerator] = []
     for node in machine.nodes:
         types += [machine.accelerators[node.accelerator]] * (node.chips[1] - node.chips[0])
     on = plan.placement.chips
     ranks = [r for cell in plan.placement.cells for r in cell.ranks]
-    return [types[on[r] if on else r] for r in ranks]
+    chips = [on[r] if on else r for r in ranks]
+    if plan.placement.extra_ranks:
+        chips += serving_chips(plan.placement, expand(plan)).values()
+    return [types[c] for c in chips]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 
 from sim.cost.collective import places
 from sim.cost.host import HOST_STREAMS
-from sim.cost.ledger import knobs_of
+from sim.cost.ledger import knobs_of, server_memory
 from sim.cost.offload import HostLedger, host_ledgers, nvme_ledgers
 from sim.plan.plan import Plan
 from sim.problem import Problem
@@ -28,14 +29,16 @@ ROUNDING = 1e-12
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory, or drives, of equal nodes.
+    """Host memory, or drives, of equal nodes; or the memory of equal chips that serve parameters.
 
     Args:
-        node: profile. nodes: how many such nodes. tier: "memory" or "nvme".
+        node: profile, or the chips' accelerator. nodes: how many of them.
+        tier: "memory", "nvme" or "server", a server's own chip.
         optimizer_bytes, gradients_bytes, parameters_bytes: [B] on one of them, of all its ranks.
         staging_bytes: [B] of buffers between NVMe and the rest.
         memory_bytes: [B] physical, None when the profile does not say.
-        verdict: "fits", "does not fit" or "unknown".
+        verdict: "fits", "at risk" (chips only), "does not fit" or "unknown".
+        overhead_bytes: [B] of a chip's allocator and context.
     """
 
     node: str
@@ -47,6 +50,7 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: float = 0.0
     memory_bytes: float | None
     verdict: str
+    overhead_bytes: float = 0.0
 
     @property
     def terms(self) -> tuple[float, ...]:
@@ -56,8 +60,8 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_bytes(self) -> float:
-        """Sum of the terms [B]."""
-        return sum(self.terms)
+        """Sum of the terms and the overhead [B]."""
+        return sum(self.terms) + self.overhead_bytes
 
 
 class HostStream(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +87,8 @@ class HostUse(msgspec.Struct, frozen=True, kw_only=True):
     """The host side of a run.
 
     Args:
-        memory: of the nodes that hold something for their chips, drives behind memory.
+        memory: of the nodes that hold something for their chips or serve, drives behind memory,
+            chips that serve last.
         streams: by stream, then rank. steady: False where the run has too few steps for one with a
             step before and after it, whose compute would hide more.
         short: (stage, replica) of the cells on nodes whose host memory or drives do not fit.
@@ -102,7 +107,8 @@ def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> H
         plan, problem: see there. spans: of the run. pace: of the spans.
     """
     ledgers: dict[str, Mapping[int, HostLedger]] = {}
-    if problem is not None and any(s.offload for s in plan.placement.segments):
+    served = bool(plan.placement.extra_ranks)
+    if problem is not None and (served or any(s.offload for s in plan.placement.segments)):
         ledgers = {
             "memory": host_ledgers(plan, problem, knobs_of),
             "nvme": nvme_ledgers(plan, problem, knobs_of),
@@ -111,7 +117,7 @@ def host_use(plan: Plan, problem: Problem | None, spans: Spans, pace: Pace) -> H
     if not ledgers and not streams:
         return None
     return HostUse(
-        memory=_memory(problem, ledgers) if problem else (),
+        memory=(*_memory(problem, ledgers), *_served(plan, problem)) if problem else (),
         streams=streams,
         steady=plan.barrier or pace.steps > 3,
         short=_short_cells(plan, problem, ledgers) if problem else (),
@@ -133,6 +139,22 @@ def _memory(
                 memory_bytes=found.capacity_bytes or None, verdict=found.verdict,
             )  # fmt: skip
             count[row] = count.get(row, 0) + 1
+    return tuple(msgspec.structs.replace(row, nodes=n) for row, n in count.items())
+
+
+def _served(plan: Plan, problem: Problem) -> tuple[HostMemory, ...]:
+    """Rows of the servers that have chips of their own."""
+    machine, count = problem.machine, Counter[HostMemory]()
+    types = [n.accelerator for n in machine.nodes for _ in range(*n.chips)]
+    for rank, found in server_memory(plan, problem).items():
+        terms, chips = found.terms, plan.placement.chips
+        row = HostMemory(
+            node=types[chips[rank] if chips else rank], nodes=1, tier="server",
+            optimizer_bytes=terms["optimizer"], gradients_bytes=terms["gradients"],
+            parameters_bytes=terms["parameters"], memory_bytes=found.capacity_bytes,
+            overhead_bytes=terms["allocator gap"] + terms["context"], verdict=found.verdict,
+        )  # fmt: skip
+        count[row] += 1
     return tuple(msgspec.structs.replace(row, nodes=n) for row, n in count.items())
 
 
@@ -200,6 +222,8 @@ def memory_texts(row: HostMemory) -> tuple[str, ...]:
 
 
 def _name(row: HostMemory) -> str:
+    if row.tier == "server":
+        return f"server {row.node}"
     return row.node + (" NVMe" if row.tier == "nvme" else "")
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 from math import lcm
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from sim.cost.host_links import update_bytes
 from sim.errors import InputError
@@ -22,49 +20,10 @@ from sim.plan.plan import Amount, Call
 from sim.problem import Problem
 from strategies.base import Space, draft_or_default, fill
 from strategies.data.cosim import Rule
+from strategies.data.delayed_knobs import RULES, DelayedKnobs, misplaced
 from strategies.registry import register
 
 __all__ = ["DELAYED", "DelayedKnobs", "DelayedSgd", "rule_of"]
-
-Variant = Literal["allreduce", "server"]
-Place = Literal["host", "chip"]
-UpdateRule = Literal["constant", "scaled", "capped", "drop", "compensated", "ssp"]
-RULES = {
-    "constant": "",
-    "scaled": "with the step divided by 1 + delay",
-    "capped": "with the step capped for the largest delay",
-    "drop": "and are left out beyond a bound",
-    "compensated": "and are corrected for the delay",
-    "ssp": "and who leads the slowest worker too far waits",
-}
-
-
-class DelayedKnobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Knobs of ``delayed_sgd``.
-
-    Args:
-        variant: "allreduce" applies a reduced gradient ``tau`` steps late; "server" lets every
-            replica pull, compute and push at its own pace.
-        tau: [steps] of the all-reduce variant; 0 is ordinary data parallelism.
-        place: servers are processes of nodes, or have chips of their own.
-        at: node of each server in turn, or its chip; () for node 0, or the first free chips.
-        shards: parts of each stage's parameters, each with its own server; 0 for as few as the
-            tensor-parallel sizes admit. A multiple of each of them.
-        current: an answer takes the parameters that are written when it starts; otherwise it waits
-            until every gradient that arrived before it is applied.
-        rule: what a server does with a late gradient; "ssp" (stale synchronous parallel) holds a
-            worker back instead while it leads the slowest one by more than ``bound``.
-        bound: [updates] of "capped", "drop" and "ssp".
-    """
-
-    variant: Variant = "allreduce"
-    tau: int = 0
-    place: Place = "host"
-    at: tuple[int, ...] = ()
-    shards: int = 0
-    current: bool = False
-    rule: UpdateRule = "constant"
-    bound: int = 0
 
 
 def rule_of(
@@ -164,25 +123,16 @@ class DelayedSgd:
                 knobs,
             ),
             amounts=given.amounts | _amounts(problem, stages, shards),
-            assumptions=(*given.assumptions, _held(problem, knobs)),
+            assumptions=(*given.assumptions, _HELD),
         )
 
 
+_HELD = "a server's memory is counted with one gradient, not with those that wait behind it"
 _UNDRAINED = "the last {tau} gradients of a run are not applied: training goes on behind it"
 
 
 def _why(text: str, knobs: DelayedKnobs) -> str:
     return f"{text} {RULES[knobs.rule]}".strip()
-
-
-def _held(problem: Problem, knobs: DelayedKnobs) -> str:
-    job, params = problem.job, sum(rank_params(problem.model.blocks))
-    nbytes = params * (job.param_bytes + job.gradient_bytes + job.optimizer_bytes)
-    where = "node" if knobs.place == "host" else "chip"
-    return (
-        f"the servers hold {nbytes / 1e9:.3g} GB of parameters, gradients and optimizer states, "
-        f"which the memory of their {where}s must have free"
-    )
 
 
 def _parts(draft: PlanDraft) -> int:
@@ -228,11 +178,10 @@ def _free(problem: Problem, draft: PlanDraft) -> tuple[int, ...]:
 def _refused(problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) -> str:
     """Why the variant does not carry a draft, "" when it does."""
     replicas = 1 + max(c.replica for c in draft.cells)
+    why = misplaced(knobs)
+    if why:
+        return why
     if knobs.variant == "allreduce":
-        if knobs.rule == "ssp":
-            return "an all-reduce keeps its replicas in step; ssp is for servers"
-        if knobs.tau < 0:
-            return f"a delay is at least 0 steps, not {knobs.tau}"
         if knobs.tau and replicas == 1:
             return "one replica reduces nothing that could be late"
         if knobs.tau and draft.data.zero:
@@ -254,8 +203,6 @@ def _refused_servers(problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) ->
     shards, parts = knobs.shards or _parts(draft), _parts(draft)
     if shards < 1 or shards % parts:
         return f"{shards} parts do not go into tensor-parallel ranks; take a multiple of {parts}"
-    if knobs.rule in ("capped", "drop", "ssp") and knobs.bound < 0:
-        return f"a bound is at least 0 updates, not {knobs.bound}"
     machine = problem.machine
     if knobs.place == "host":
         wrong = [n for n in knobs.at if not 0 <= n < len(machine.nodes)]
@@ -271,8 +218,14 @@ def _refused_servers(problem: Problem, draft: PlanDraft, knobs: DelayedKnobs) ->
     taken = [c for c in knobs.at if c not in free]
     if taken:
         return f"chip {taken[0]} is used by a worker, or not there"
-    if len(set(knobs.at or free)) < needed:
-        return f"{needed} servers need chips of their own, {len(set(knobs.at or free))} are there"
+    twice = [c for c in knobs.at if knobs.at.count(c) > 1]
+    if twice:
+        return f"chip {twice[0]} would have two servers"
+    there = len(knobs.at or free)
+    if there < needed:
+        return f"{needed} servers need chips of their own, {there} are there"
+    if len(knobs.at) > needed:
+        return f"{len(knobs.at)} chips are named for {needed} servers"
     return ""
 
 

@@ -9,7 +9,7 @@ variant: an update stands ``tau`` steps behind the reduction it applies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -55,7 +55,7 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
             worker may lead the slowest by, -1 for any number.
 
     Raises:
-        PlanError: the servers are not as many as the parts.
+        PlanError: the servers are not as many as the parts, or the plan's amounts lack theirs.
     """
     given = msgspec.convert(args, DelayedArguments)
     if given.variant == "allreduce":
@@ -69,11 +69,25 @@ def delayed(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[V
             found=str(len(placement.extra_ranks)),
             expected=f"{shards} parts x {len(stages)} stages",
         )
+    _check_amounts(plan, stages)
     found = [w for v in variants for w in _workers(v, placement, shards)]
     for stage in stages:
         ranks = tuple(server_of(placement, shards, stage, k) for k in range(shards))
         found.append(_server(stage, ranks, given))
     return found
+
+
+def _check_amounts(plan: Plan, stages: Sequence[int]) -> None:
+    """A plan that states amounts states those of all messages and updates."""
+    wanted = [f"{what}{stage}" for stage in stages for what in ("gradient", "parameters", "update")]
+    missing = [key for key in ("request", *wanted) if key not in plan.amounts]
+    if plan.amounts and missing:
+        raise PlanError(
+            "servers need the amounts of their messages and updates",
+            key=f"amounts.{missing[0]}",
+            found="nothing",
+            expected="its bytes",
+        )
 
 
 def server_of(placement: Placement, shards: int, stage: int, part: int) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sim.errors import PlanError
 from sim.plan.arguments import Arguments, takes
 from sim.plan.op import Dep, Op
 from sim.plan.plan import Plan
@@ -36,7 +37,20 @@ def local_steps(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> li
         variants: lowered by the built-in passes. plan: says whether BARRIER ends a round.
         args: ``inner`` steps between two exchanges; ``overlap`` True to use an exchange one round
             late, so that it runs behind the next inner steps.
+
+    Raises:
+        PlanError: the plan's amounts lack those of an exchange.
     """
+    stages = {op.stage for v in variants for op in v.ops if op.kind == "OPT"}
+    wanted = [f"{what}{s}" for s in sorted(stages) for what in ("way", "exchange", "outer")]
+    missing = [key for key in wanted if key not in plan.amounts]
+    if plan.amounts and missing:
+        raise PlanError(
+            "workers need the amounts of their exchanges",
+            key=f"amounts.{missing[0]}",
+            found="nothing",
+            expected="its bytes",
+        )
     barrier = plan.barrier and plan.placement.num_ranks > 1
     return [_rounds(v, args["inner"], args["overlap"], barrier) for v in variants]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from sim.cost.ledger import knobs_of, peak_memory
+from sim.cost.ledger import knobs_of, peak_memory, server_memory
 from sim.cost.offload import host_ledgers, nvme_ledgers
 from sim.engine.simulate import simulate
 from sim.plan.draft import PlanDraft
@@ -169,7 +169,8 @@ POLICIES: dict[str, Policy] = {
 
 def short_of(plan: Plan, problem: Problem) -> str:
     """Return what memory a plan lacks, "" for none."""
-    if any(x.verdict != "fits" for x in peak_memory(plan, problem).values()):
+    chips = (*peak_memory(plan, problem).values(), *server_memory(plan, problem).values())
+    if any(x.verdict != "fits" for x in chips):
         return "accelerator memory"
     for what, ledgers in (("host memory", host_ledgers), ("NVMe", nvme_ledgers)):
         found = ledgers(plan, problem, knobs_of).values()

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 
-from sim.cost.ledger import knobs_of, peak_memory
+from sim.cost.ledger import knobs_of, peak_memory, server_memory
 from sim.cost.offload import host_ledgers
 from sim.engine.simulate import Run
 from sim.plan.plan import Plan
@@ -98,6 +98,11 @@ def shortfall(plan: Plan, problem: Problem) -> Shortfall:
         short = ledger.peak_bytes - ledger.limit_bytes
         if short > found.chip_bytes:
             where = f"stage {at[0]} on {kinds[at]}"
+            found = msgspec.structs.replace(found, chip_bytes=short, chip=where)
+    for rank, ledger in server_memory(plan, problem).items():
+        short = ledger.peak_bytes - ledger.limit_bytes
+        if short > found.chip_bytes:
+            where = f"server rank {rank}"
             found = msgspec.structs.replace(found, chip_bytes=short, chip=where)
     for node, held in host_ledgers(plan, problem, knobs_of).items():
         short = held.peak_bytes - held.capacity_bytes if held.capacity_bytes else 0.0

@@ -5,16 +5,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import msgspec
 import pytest
 
 from sim.cost.occupancy import memory_over_time
 from sim.engine.simulate import simulate
-from sim.problem import Problem
+from sim.problem import Problem, load_problem
 from strategies.base import Strategy
 from strategies.registry import get
 from strategies.testing import Case, StrategyContract, companions_of
-from tests.contract.test_strategies import small
+from tests.contract.test_strategies import MOE, small
 
 NAMES = ("delayed_sgd", "local_sgd")
 
@@ -22,9 +21,8 @@ NAMES = ("delayed_sgd", "local_sgd")
 @cache
 def allowed() -> Problem:
     """The small problem of the contract suite, inexact plans allowed."""
-    given = small()
-    limits = msgspec.structs.replace(given.job.limits, allow_inexact=True)
-    return msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, limits=limits))
+    job = small().documents["job"] | {"limits": {"allow_inexact": True}}
+    return load_problem("v100_t4", MOE, job)
 
 
 @pytest.mark.parametrize("strategy", NAMES, indirect=True)
