@@ -54,16 +54,43 @@ def _run(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of the last steps here (.gz).")
     ] = None,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="torchrun or sbatch: print how each node of the plan's cluster starts, and write "
+            "what it reads, a script for sbatch included. Left out: all ranks start here."
+        ),
+    ] = "",
+    hosts: Annotated[
+        str, typer.Option(help="Hosts of the cluster's nodes in its order, with commas.")
+    ] = "",
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Of the rendezvous of several nodes.")
+    ] = 29500,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help='More for sbatch, e.g. "--partition=gpu".')
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
+    no_preflight: Annotated[
+        bool, typer.Option("--no-preflight", help="Do not compare the ranks before training.")
+    ] = False,
+    probed: Annotated[
+        str, typer.Option(help="Cluster file of hetlab probe that the plan must be made for.")
+    ] = "",
+    allow_other_cluster: Annotated[
+        bool, typer.Option("--allow-other-cluster", help="Run although it was not.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, then print the command only.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a plan on this machine, one process per rank."""
+    """Train a plan, one process per rank: on this machine, or on several by --launcher."""
     from real_runtime.data import Batches, open_tokens
     from real_runtime.launch import printed, threads_per_rank
     from real_runtime.restarts import train
     from real_runtime.resume import check_resumable
+    from real_runtime.run_cluster import ClusterOptions, check_cluster, check_options, start_cluster
     from real_runtime.settings import Recipe, RunSettings
     from real_runtime.summary import document_of, print_run
     from real_runtime.support import check_supported
@@ -72,8 +99,15 @@ def _run(
     from sim.report.spans import Spans
     from sim.report.trace import save_trace
 
+    options = ClusterOptions(
+        launcher=launcher, hosts=hosts, port=port, sbatch=tuple(sbatch or ()), submit=submit,
+        dry_run=dry_run,
+    )  # fmt: skip
+    check_options(options, restarts)
     plan = load_plan(plan_file)
     problem = check_supported(plan)
+    if probed:
+        check_cluster(plan, probed, allow_other_cluster)
     settings = RunSettings(
         plan=str(plan_file.absolute()),
         data=str(data.absolute()),
@@ -87,6 +121,7 @@ def _run(
         save=save,
         checkpoint_every=checkpoint_every,
         keep=keep,
+        preflight=not no_preflight,
         recipe=Recipe(
             learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
         ),
@@ -104,6 +139,8 @@ def _run(
         settings = msgspec.structs.replace(settings, resume=str(begin))
         if index.plan_hash != plan.hash:
             logger.info("%s was written by another plan: %s", begin.name, index.plan_hash)
+    if start_cluster(options, plan, problem, settings, as_json):
+        return
     if dry_run:
         emit_text(printed(ranks, folder, settings.threads))
         return

@@ -45,6 +45,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
         checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
         resume: folder of the checkpoint to go on from, "" to begin.
+        preflight: compare the ranks before weights are loaded.
         own_pairs: a process group for every directed rank pair also where none is needed.
         recipe: see there.
     """
@@ -63,6 +64,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: int = 0
     keep: int = 2
     resume: str = ""
+    preflight: bool = True
     own_pairs: bool = False
     recipe: Recipe = Recipe()
 

@@ -16,12 +16,17 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from real_runtime.checkpoint import load, save
 from real_runtime.devices import backend_of, local_device
 from real_runtime.errors import RunError
 from real_runtime.executor import Executor, StepResult
 from real_runtime.launch import FAIL, SAY
+from real_runtime.places import identity
+from real_runtime.preflight import PreflightError
+from real_runtime.preflight_rank import preflight
 from real_runtime.rank import make_executor
 from real_runtime.record import join
 from real_runtime.settings import RunSettings
@@ -58,11 +63,22 @@ def say(text: str) -> None:
     print(SAY + text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher reads this
 
 
+def _store(rank: int, size: int, deadline: float) -> Store:
+    """The store where torchrun's processes meet."""
+    wait = timedelta(seconds=deadline)
+    store: Store = next(rendezvous("env://", rank, size, timeout=wait))[0]
+    store.set_timeout(wait)
+    return store
+
+
 @contextmanager
-def _world(rank: int, size: int, deadline: float, device: torch.device) -> Iterator[None]:
+def _world(
+    store: Store, rank: int, size: int, deadline: float, device: torch.device
+) -> Iterator[None]:
     dist.init_process_group(
-        backend_of(device), rank=rank, world_size=size, timeout=timedelta(seconds=deadline)
-    )
+        backend_of(device), store=PrefixStore("world", store), rank=rank, world_size=size,
+        timeout=timedelta(seconds=deadline),
+    )  # fmt: skip
     yield
     # Only after success: a failed rank must not wait for the others here.
     dist.destroy_process_group()
@@ -71,12 +87,17 @@ def _world(rank: int, size: int, deadline: float, device: torch.device) -> Itera
 def run(folder: Path) -> None:
     """Train as a run's folder says."""
     settings = msgspec.json.decode((folder / SETTINGS).read_bytes(), type=RunSettings)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    me = identity(os.environ)
+    rank, size = me.rank, me.size
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = local_device(int(os.environ.get("LOCAL_RANK", rank)))
+    device = local_device(me.device)
     plan = load_plan(settings.plan)
-    with _world(rank, size, settings.deadline, device):
+    store, notes = _store(rank, size, settings.deadline), tuple[str, ...]()
+    if settings.preflight:
+        apart = PrefixStore("preflight", store)
+        notes = preflight(apart, plan, settings, rank, size, device).notes
+    with _world(store, rank, size, settings.deadline, device):
         values = StoredWeights(settings.weights) if settings.weights else None
         executor = make_executor(plan, settings, rank, device, values=values)
         assert executor is not None
@@ -89,6 +110,9 @@ def run(folder: Path) -> None:
             version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
             steps=settings.steps,
         )  # fmt: skip
+        for note in notes if rank == 0 else ():
+            events.write("note", text=note)
+            say(note)
         _train(executor, settings, events, folder)
         _finish(executor, settings, folder, group)
         events.write("end", steps=settings.steps)
@@ -143,7 +167,7 @@ def _finish(
 
 def main(folder: str) -> int:
     """Run one rank; an error goes to a file that the launcher reads, and to the exit code."""
-    rank = os.environ.get("RANK", "0")
+    rank = str(identity(os.environ).rank)
     (Path(folder) / "pids" / rank).write_text(str(os.getpid()))
     try:
         run(Path(folder))
@@ -151,12 +175,12 @@ def main(folder: str) -> int:
         text = str(error) if isinstance(error, HetlabError) else f"{type(error).__name__}: {error}"
         code = int(getattr(error, "exit_code", 1))
         failure = {
-            "rank": int(rank), "text": text, "unix_s": time.time(),
-            "exit_code": code,
+            "rank": error.rank if isinstance(error, PreflightError) else int(rank),
+            "text": text, "unix_s": time.time(), "exit_code": code,
             "peer": _of_a_peer(error),
         }  # fmt: skip
         (Path(folder) / "errors" / f"rank-{rank}.json").write_text(json.dumps(failure))
-        print(f"{FAIL}rank {rank}", file=sys.stderr)  # noqa: T201 - the launcher reads this
+        print(f"{FAIL}rank {rank}: {text}", file=sys.stderr)  # noqa: T201 - the launcher reads this
         if not isinstance(error, HetlabError):
             traceback.print_exc()
         return code

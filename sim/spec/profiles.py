@@ -27,6 +27,7 @@ from sim.spec.fields import (
     StatedSeconds,
 )
 from sim.spec.origins import Origin
+from sim.spec.runtime import RuntimeDoc
 
 __all__ = [
     "AcceleratorDoc",
@@ -269,7 +270,7 @@ class NodeNumbers(Doc):
         accelerator: profile name. chips: accelerators per node.
         fabric: link between the chips of a node, per chip and direction.
         nics: network cards. host_memory: [B]. pcie: link to host memory. host: its processors.
-        nvme: its drives.
+        nvme: its drives. runtime: how processes start on it, for ``hetlab run``.
     """
 
     accelerator: str | None = None
@@ -280,6 +281,7 @@ class NodeNumbers(Doc):
     pcie: PcieDoc | None = None
     host: HostDoc | None = None
     nvme: NvmeDoc | None = None
+    runtime: RuntimeDoc | None = None
 
     _positive = field_validator("host_memory")(_above_zero)
 
