@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from sim.engine.kernel import NORMAL, PICK, Kernel
 from sim.engine.network import Network
 from sim.errors import SimulationError
 from sim.plan.graph import OpGraph
+
+if TYPE_CHECKING:
+    from sim.engine.faults import Trace
 
 __all__ = ["Execution", "Outcome", "execute"]
 
@@ -66,7 +70,7 @@ class Execution:
         actor, wire: of each node; ``on`` blocks add nodes while the run goes on.
         begin: nodes whose end something else decides; called at their start.
         survives: (node, end) -> False when the node's chip is gone by then; None for no loss.
-        death: actor -> [s] when its chip is lost.
+        death: actor -> [s] when its chip is lost. paces: actor -> its pace over time.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Execution:
         self.begin: dict[int, Callable[[int], None]] = {}
         self.survives: Callable[[int, float], bool] | None = None
         self.death: dict[int, float] = {}
+        self.paces: dict[int, Trace] = {}
         self.until = inf
         self._running: dict[int, int] = {}
         self._queues: dict[int, list[tuple[float, int]]] = {}

@@ -37,7 +37,8 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """Chips that compute ``factor`` times slower from ``start`` [s] until ``stop`` [s].
 
     Copies between chip and host, and work of the host, keep their pace; what a server does for
-    messages is its computing.
+    messages is its computing, also on processors that it shares with others: then its work there
+    is that much larger, and so are the bytes that a report says they carried.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +79,16 @@ class Trace:
         self.times = [t for t, _ in changes]
         self.paces = [p for _, p in changes]
         self.death = next((t for t, p in changes if p == 0.0), inf)
+
+    def at(self, time: float) -> float:
+        """Pace at a time [s]."""
+        i = bisect_right(self.times, time)
+        return self.paces[i - 1] if i else 1.0
+
+    def change(self, time: float) -> float:
+        """When the pace changes next after a time [s]; inf if never."""
+        i = bisect_right(self.times, time)
+        return self.times[i] if i < len(self.times) else inf
 
     def finish(self, start: float, seconds: float) -> float:
         """When work of ``seconds`` [s] at pace 1, begun at ``start`` [s], is done; inf if never."""
@@ -148,15 +159,17 @@ def faulty(faults: Sequence[Fault], num_ranks: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = [() for _ in range(num_ranks)]
     for fault in faults:
         if isinstance(fault, LinkChange):
-            if any(f < 0 or t < 0 for t, f in fault.trace):
+            if not all(0 <= x < inf for change in fault.trace for x in change):
                 raise InputError(
                     "a link trace needs times and factors >= 0", key="faults", found=fault.link
                 )
             continue
         ranks = fault.ranks if isinstance(fault, Straggler) else (fault.rank,)
-        if isinstance(fault, Straggler) and fault.factor <= 0:
+        if isinstance(fault, Straggler):
+            _check_straggler(fault)
+        elif not fault.at >= 0:
             raise InputError(
-                "a straggler needs a factor > 0", key="faults", found=str(fault.factor)
+                "a chip is lost at a time >= 0", key="faults", found=f"rank {fault.rank}@{fault.at}"
             )
         for rank in ranks:
             if not 0 <= rank < num_ranks:
@@ -168,6 +181,19 @@ def faulty(faults: Sequence[Fault], num_ranks: int) -> list[tuple[Any, ...]]:
                 )
             found[rank] = (*found[rank], fault)
     return found
+
+
+def _check_straggler(fault: Straggler) -> None:
+    if not 0 < fault.factor < inf:
+        raise InputError(
+            "a straggler needs a factor > 0, and finite", key="faults", found=str(fault.factor)
+        )
+    if not 0 <= fault.start <= fault.stop:
+        raise InputError(
+            "a straggler is slow from a time >= 0 on, until a later one",
+            key="faults",
+            found=f"{fault.start} s to {fault.stop} s",
+        )
 
 
 def _traces(faults: Sequence[Fault]) -> dict[int, Trace]:
@@ -221,7 +247,7 @@ def apply_faults(run: Execution, faults: Sequence[Fault]) -> None:
             members = wires[wire_of[node]] if wire_of[node] >= 0 else (actors[node],)
             return all(end <= death[a] for a in members if a in death)
 
-        run.finish_of, run.survives, run.death = pace, survives, death
+        run.finish_of, run.survives, run.death, run.paces = pace, survives, death, by_actor
     names = {name: i for i, name in enumerate(prices.link_names)}
     for fault in faults:
         if isinstance(fault, LinkChange):

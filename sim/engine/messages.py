@@ -9,15 +9,16 @@ answer has a slack is handled when its sender's lead is small enough, as if it a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from math import inf
 
-import msgspec
-
 from sim.cost.prices import FlowSpec
 from sim.engine.execute import BY_EVENT, Execution
+from sim.engine.handled import Handled, Instance
 from sim.engine.kernel import NORMAL, PICK
+from sim.engine.paced import start_work
 from sim.engine.slack import Clocks
 from sim.errors import PlanError
 from sim.plan.op import Op
@@ -28,35 +29,6 @@ __all__ = ["Handled", "Messages", "MessagePrice"]
 
 MessagePrice = Callable[[Op, int, int], tuple[float, tuple[FlowSpec, ...]]]
 """(op, rank that runs it, sender of the message) -> fixed seconds and flows."""
-
-
-class Handled(msgspec.Struct, frozen=True, kw_only=True):
-    """One op instance of an ``on`` block.
-
-    Args:
-        rank: that runs it. sender: of the message. op: the op. index: instance number of the rank.
-        ready, start, end: [s].
-        version: written (APPLY) or read (reads latest), -1 for neither.
-        delay: updates applied between the sender's read and this write, -1 when not a write.
-    """
-
-    rank: int
-    sender: int
-    op: Op
-    index: int
-    ready: float
-    start: float
-    end: float
-    version: int = -1
-    delay: int = -1
-
-
-class _Instance:
-    __slots__ = ("delay", "node", "op", "rank", "sender", "version")
-
-    def __init__(self, node: int, op: Op, rank: int, sender: int) -> None:
-        self.node, self.op, self.rank, self.sender = node, op, rank, sender
-        self.version = self.delay = -1
 
 
 class Messages:
@@ -76,9 +48,10 @@ class Messages:
         self.static = graph.num_nodes
         self.handlers = {graph.actors[a].rank: blocks for a, blocks in graph.handlers.items()}
         self.actor = {a.rank: i for i, a in enumerate(graph.actors)}
-        self.instances: list[_Instance] = []
+        self.instances: list[Instance] = []
         self.writes: dict[int, list[int]] = {r: [] for r in self.handlers}
-        self.seen: dict[tuple[int, int], _Instance] = {}
+        self.written: dict[int, dict[str, list[int]]] = {r: {} for r in self.handlers}
+        self.seen: dict[tuple[int, int], Instance] = {}
         self.tails: dict[tuple[int, str], int] = {}
         self.flows: dict[int, tuple[FlowSpec, ...]] = {}
         self.arrived: list[tuple[int, int, int]] = []
@@ -116,8 +89,13 @@ class Messages:
 
         if not flows:
             arrive(node)
+        run = self.run
+        pace = run.paces.get(run.actor[node]) if run.wire[node] < 0 else None
         for flow in flows:
-            self.run.network.start(flow.links, flow.nbytes, done, cap=flow.cap)
+            if pace is None:
+                run.network.start(flow.links, flow.nbytes, done, cap=flow.cap)
+            else:
+                start_work(run, flow, pace, done)
 
     def _arrive(self, node: int) -> None:
         graph, run = self.run.graph, self.run
@@ -181,13 +159,14 @@ class Messages:
     def _append(self, rank: int, sender: int, message: str, node: int) -> None:
         before: int | None = None
         for op in self.handlers[rank][message]:
-            instance = _Instance(self._add(op, rank, sender, node), op, rank, sender)
+            instance = Instance(self._add(op, rank, sender, node), op, rank, sender)
             sources = [before] if before is not None and op.deps is None else []
             writes = self.writes[rank]
             if op.writes:
                 read = self.seen.get((rank, sender))
                 instance.delay = len(writes) - (self._version(read) if read else 0)
                 writes.append(instance.node)
+                self.written[rank].setdefault(stream_of(op), []).append(instance.node)
                 instance.version = len(writes)
             elif op.reads:
                 self.seen[rank, sender] = instance
@@ -199,12 +178,16 @@ class Messages:
             self._connect(instance, sources, answers)
             before = instance.node
 
-    def _version(self, read: _Instance) -> int:
+    def _version(self, read: Instance) -> int:
         """Version a read saw: the one it waited for, or what was written when it started."""
         if read.version < 0:
             run = self.run
             began = run.start[read.node]
-            read.version = sum(run.end[w] <= began for w in self.writes[read.rank])
+            # Writes of one stream end in the order in which they were appended.
+            read.version = sum(
+                bisect_right(writes, began, key=run.end.__getitem__)
+                for writes in self.written[read.rank].values()
+            )
         return read.version
 
     def _add(self, op: Op, rank: int, sender: int, message: int) -> int:
@@ -243,7 +226,7 @@ class Messages:
             (node, self.flows[node], lambda n: run.finish(n, run.kernel.now)),
         )
 
-    def _connect(self, instance: _Instance, sources: list[int], answers: int) -> None:
+    def _connect(self, instance: Instance, sources: list[int], answers: int) -> None:
         run, node = self.run, instance.node
         local = stream_of(instance.op)
         stream = local if local in LOCAL_STREAMS else f"->{instance.sender}"

@@ -16,22 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf, isfinite
+from math import inf
 
 from msgspec.structs import replace
 
+from sim.engine.checks import check_capacity, check_flow
 from sim.engine.kernel import SOLVE, URGENT, Kernel
-from sim.engine.link import (
-    DONE,
-    SAME_TIME,
-    Flow,
-    Link,
-    LinkUse,
-    Path,
-    PathSpec,
-    Tiers,
-    make_path,
-)
+from sim.engine.link import DONE, SAME_TIME, Flow, Link, LinkUse, Path, PathSpec, Tiers, make_path
 from sim.engine.sharing import fill, grow, reach
 
 __all__ = ["LinkUse", "Network", "Tiers"]
@@ -55,7 +46,8 @@ class Network:
         self.kernel = kernel
         self._counts = Tiers()
         self._links = [
-            Link(kernel, index, _capacity(index, rate)) for index, rate in enumerate(capacities)
+            Link(kernel, index, check_capacity(index, rate))
+            for index, rate in enumerate(capacities)
         ]
         self._paths: dict[tuple[PathSpec, float], Path] = {}
         self._dirty: list[Link] = []
@@ -97,7 +89,7 @@ class Network:
         if path is None:
             path = self._paths[links, weight] = make_path(self._links, links, weight)
         if not (0.0 < nbytes < inf and cap >= 0.0):
-            _check_flow(nbytes, cap)
+            check_flow(nbytes, cap)
         kernel, counts = self.kernel, self._counts
         now = kernel._now
         flow = Flow(counts.flows, path, nbytes, cap, on_done, now)
@@ -131,7 +123,7 @@ class Network:
         """
         changed = self._links[link]
         changed.advance(self.kernel._now)
-        changed.capacity = _capacity(link, rate)
+        changed.capacity = check_capacity(link, rate)
         if changed.pooled:
             changed.retune()
         else:
@@ -143,7 +135,7 @@ class Network:
         Raises:
             ValueError: ``cap`` is negative or not a number.
         """
-        _check_flow(flow.nbytes, cap)
+        check_flow(flow.nbytes, cap)
         if flow.done or cap == flow.cap:
             return
         now = self.kernel._now
@@ -161,6 +153,21 @@ class Network:
                 return
             first.unpool(now)
         self._touch(first)
+
+    def stretch(self, flow: Flow, factor: float) -> None:
+        """Make what each member of a flow has left ``factor`` (> 0) times as much, if any."""
+        now, first = self.kernel._now, flow.path[0][0] if flow.path else None
+        if flow.done:
+            return
+        if first is not None and first.pooled:
+            first.unpool(now)
+            flow.left *= factor
+            self._touch(first)
+        else:
+            flow.left = factor * flow.left_at(now)
+            flow.since = now
+            self._reprice(flow, flow.rate, now)
+            self._arm()
 
     def rate(self, flow: Flow) -> float:
         """Return what each member of a flow moves [B/s], as of the last solve; 0 once finished."""
@@ -284,16 +291,3 @@ class Network:
 
     def _announce(self, flow: Flow) -> None:
         flow.on_done(self.kernel._now)
-
-
-def _capacity(index: int, rate: float) -> float:
-    if not (isfinite(rate) and rate >= 0.0):
-        raise ValueError(f"capacity {rate} B/s of link {index} is not a number from 0 up")
-    return float(rate)
-
-
-def _check_flow(nbytes: float, cap: float) -> None:
-    if not (isfinite(nbytes) and nbytes >= 0.0):
-        raise ValueError(f"a flow of {nbytes} B; expected a number from 0 up")
-    if not cap >= 0.0:
-        raise ValueError(f"a cap of {cap} B/s; expected a number from 0 up")

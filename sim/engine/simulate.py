@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from sim.cost.prices import Prices
 from sim.cost.pricing import group_keys, price
+from sim.engine.checks import check_span
 from sim.engine.duplex import Duplex
 from sim.engine.execute import Execution, Outcome
 from sim.engine.faults import ChipLoss, Fault, LinkChange, apply_faults, faulty
@@ -185,9 +186,11 @@ def simulate(
     Raises:
         SimulationError: ops wait in a circle, or a lost chip stops the run; says how far it came.
             A worker that only sends messages may be lost: the others go on.
-        InputError: a fault or a late amount is wrong, or the plan carries no problem.
+        InputError: a fault, a late amount or the run's length is wrong, or the plan carries no
+            problem.
     """
     began = process_time()
+    check_span(steps, until)
     problem = problem or problem_from_documents(plan.problem)
     setting = _Setting(plan, problem, steps, fold, contention, overlap, tuple(faults), seed)
     layout, prices = setting.settled()
