@@ -133,10 +133,11 @@ def _check(start: PlanDraft | None, most: int, beat: float) -> None:
             "nothing to offload: the draft has no cells", key="start",
             found="none" if start is None else "an empty draft", expected="a complete draft",
         )  # fmt: skip
-    for key, given in (("most", most), ("beat", beat)):
-        if not given > 0:
+    for key, given, fits in (("most", most, most >= 0), ("beat", beat, beat > 0)):
+        if not fits:
+            expected = "0 or more" if key == "most" else "above 0"
             raise InputError(
-                "a limit that admits nothing", key=key, found=str(given), expected="above 0"
+                "a limit that admits nothing", key=key, found=str(given), expected=expected
             )
 
 

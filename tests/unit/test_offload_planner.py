@@ -140,7 +140,7 @@ def test_a_limit_on_simulations_is_admitted() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "key"),
-    [({"most": 0}, "most"), ({"beat": 0.0}, "beat"), ({"beat": float("nan")}, "beat")],
+    [({"most": -1}, "most"), ({"beat": 0.0}, "beat"), ({"beat": float("nan")}, "beat")],
 )
 def test_limits_that_admit_nothing_are_refused(limits: dict[str, Any], key: str) -> None:
     with pytest.raises(InputError, match="admits nothing") as error:
