@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,7 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
     from sim.report.record import spans_of_run
 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    begun = max(i for i, e in enumerate(events) if e["event"] == "start")
-    start, done = events[begun], [e for e in events[begun:] if e["event"] == "step"]
+    start, done, restarts = last_run(events)
     seconds = [e["seconds"] for e in done[1:] or done]
     middle, slow = np.percentile(seconds, [50, 95]).tolist()
     simulated = spans_of_run(simulate(plan, problem, steps=1 if plan.barrier else 8))
@@ -50,7 +50,7 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "dtype": start["dtype"],
         "device": start["device"],
         "steps": len(done),
-        "restarts": sum(e["event"] == "restart" for e in events),
+        "restarts": restarts,
         "first_loss": done[0]["loss"],
         "last_loss": done[-1]["loss"],
         "step_time_s": middle,
@@ -61,6 +61,25 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "simulated_bubble_fraction": _idle(simulated),
         "out": str(folder),
     }
+
+
+def last_run(
+    events: Sequence[dict[str, Any]],
+) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """Return the last run of a log: how it began, its steps, and how often it started again.
+
+    A step that was trained twice counts as it came out last.
+
+    Args:
+        events: of the log.
+    """
+    starts = [i for i, e in enumerate(events) if e["event"] == "start"]
+    while len(starts) > 1 and events[starts[-1] - 1]["event"] == "restart":
+        starts.pop()
+    mine = events[starts[-1] :]
+    steps = {e["step"]: e for e in mine if e["event"] == "step"}
+    restarts = sum(e["event"] == "restart" for e in mine)
+    return mine[0], [steps[s] for s in sorted(steps)], restarts
 
 
 def last_steps(folder: Path, count: int) -> Spans:

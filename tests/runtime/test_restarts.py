@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("torch", reason="the runtime needs PyTorch")
 from real_runtime.errors import RunError
 from real_runtime.restarts import train
 from real_runtime.resume import complete
+from real_runtime.summary import last_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 import killing
@@ -35,6 +37,25 @@ def test_a_run_with_killed_ranks_trains_as_if_none_had_died(tmp_path: Path) -> N
     assert [e["event"] for e in events].count("restart") == 2 and events[-1]["event"] == "end"
     killed, same_twice = killing.curve(tmp_path / "killed" / "run")
     assert killed == killing.curve(tmp_path / "quiet" / "run")[0] and same_twice
+
+
+def test_a_log_with_restarts_is_one_run() -> None:
+    def event(name: str, **fields: int) -> dict[str, Any]:
+        return {"event": name, **fields}
+
+    def step(number: int, loss: int) -> dict[str, Any]:
+        return event("step", step=number, loss=loss)
+
+    before = [event("start", seed=1), step(0, 9), event("end")]
+    mine = [
+        event("start", seed=2), step(0, 8), step(1, 7), event("restart"), event("restart"),
+        event("start", seed=2), event("resume"), step(1, 6), step(2, 5), event("end"),
+    ]  # fmt: skip
+    start, steps, restarts = last_run(before + mine)
+    assert start["seed"] == 2 and restarts == 2
+    assert [(s["step"], s["loss"]) for s in steps] == [(0, 8), (1, 6), (2, 5)]
+    assert last_run(before)[1:] == ([before[1]], 0)
+    assert last_run([event("restart"), *mine])[2] == 2
 
 
 def test_without_restarts_left_the_death_is_the_error_and_the_checkpoint_stays(
