@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from real_runtime.ops.records import ALIGN_LIMIT
 from sim.cli_output import JsonOption, emit, progress
 from sim.errors import InputError, ThresholdError
 
@@ -32,7 +33,7 @@ def _ops(
     ] = "cpu:fp32",
     align_limit: Annotated[
         float, typer.Option(min=0.0, help="Mean relative error that --align allows.")
-    ] = 0.015,
+    ] = ALIGN_LIMIT,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs, weights and data.")] = 0,
     as_json: JsonOption = False,
 ) -> None:

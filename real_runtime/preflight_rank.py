@@ -61,8 +61,8 @@ def preflight(
 def _facts(plan: Plan, settings: RunSettings, rank: int, device: torch.device) -> RankFacts:
     missing = unreadable = data = ""
     backend = backend_of(device)
-    if not all(dist.is_backend_available(b) for b in (backend, "gloo")):
-        missing = f"torch {torch.__version__} has no backend {backend} or gloo for {device.type}"
+    if not dist.is_backend_available(backend):
+        missing = f"torch {torch.__version__} has no backend {backend} for {device.type}"
     try:
         data = digest_of_data(Path(settings.data))
     except PreflightError as error:

@@ -21,7 +21,7 @@ _SET_AT_LAUNCH = re.compile(
 
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is nobody else's business."""
-    return name.upper().endswith(("TOKEN", "KEY", "SECRET"))
+    return name.upper().endswith(("TOKEN", "KEY", "SECRET", "PASSWORD"))
 
 
 def _text(value: Any) -> Any:

@@ -137,6 +137,32 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         exchange(store, facts(0), 2, lambda _: Verdict(), lambda: 0.0)
 
 
+def test_a_rank_alone_checks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._C._distributed_c10d import HashStore
+
+    from real_runtime import preflight_rank
+    from real_runtime.settings import RunSettings
+
+    plan, device = plans.plan_of(plans.problem_of(), [[1]]), torch.device("cpu")
+    settings = RunSettings(plan="", data=str(plans.write_tokens(tmp_path)), out="", steps=1)
+
+    def check(given: RunSettings) -> Any:
+        return preflight_rank.preflight(HashStore(), plan, given, 0, 1, device)
+
+    assert check(settings) == Verdict()
+    gone = msgspec.structs.replace(settings, data=str(tmp_path / "gone"))
+    with pytest.raises(checks.PreflightError, match=r"on .*gone: No such file") as error:
+        check(gone)
+    assert (error.value.exit_code, error.value.rank) == (4, 0)
+    monkeypatch.setattr(preflight_rank, "predicted_memory", lambda *_: {0: 1e18})
+    with pytest.raises(checks.PreflightError, match="are free on cpu, the plan needs") as error:
+        check(settings)
+    assert error.value.exit_code == 1
+    monkeypatch.setattr(preflight_rank.dist, "is_backend_available", lambda _: False)
+    with pytest.raises(checks.PreflightError, match="has no backend gloo for cpu"):
+        check(settings)
+
+
 def test_data_are_hashed_whole_or_by_their_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
