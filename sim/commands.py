@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -74,7 +74,10 @@ def _simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, - for stdin.")],
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of steps; by default 1, or 8 where steps overlap."),
+        typer.Option(
+            min=1,
+            help="Number of steps; by default 1, 8 where steps overlap, or more behind servers.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the plan's generated tables.")] = 0,
     cluster: Annotated[str, typer.Option(help="Another cluster: a file or bundled name.")] = "",
@@ -101,8 +104,8 @@ def _simulate(
     from sim.checks import read_plan
     from sim.engine.simulate import simulate
     from sim.report.gantt import PICTURES
-    from sim.report.metrics import SETTLED_STEPS
     from sim.report.report import report_of
+    from sim.report.settled import simulate_settled
     from sim.report.table import print_simulation
 
     read_thresholds(fail or ())
@@ -112,16 +115,14 @@ def _simulate(
     plan, carried = read_plan(plan_file)
     problem = _problem_of(plan, carried, str(plan_file), cluster)
     with progress(f"simulating {plan.name or plan_file.name}"):
-        run = simulate(
-            plan,
-            problem,
-            steps=steps or (1 if plan.barrier else SETTLED_STEPS),
-            fold=fold,
-            contention=contention,
-            overlap=overlap,
-            faults=faults,
-            seed=seed,
-        )
+        how: dict[str, Any] = {
+            "fold": fold, "contention": contention, "overlap": overlap, "faults": faults,
+            "seed": seed,
+        }  # fmt: skip
+        if steps is None:
+            run = simulate_settled(plan, problem, **how)
+        else:
+            run = simulate(plan, problem, steps=steps, **how)
         report = report_of(run, problem)
     document = report.simulate_document()
     emit(document, lambda console: print_simulation(console, document), as_json)

@@ -75,7 +75,7 @@ def memory_over_time(
         if who.rank not in wiring.cell_of:
             found.append((np.zeros(0), np.zeros(0)))
             continue
-        rows.sort()
+        rows = sorted(row for row in rows if np.isfinite(row[0]))  # others never ran
         times = np.array([0.0, *(t for t, _, _ in rows)])
         sizes = np.cumsum([kept.static(who.rank), *(x for _, _, x in rows)])
         found.append((times, sizes))

@@ -281,14 +281,25 @@ class _Setting:
 
 
 def _others_end(run: Run, faults: Sequence[Fault]) -> bool:
-    """Whether all that never ends belongs to replicas of lost chips, which no other waits for."""
+    """Whether all that never ends belongs to replicas of lost chips, which no other waits for.
+
+    One worker at least ends: without any there is nothing to go on.
+    """
     graph, cell_of = run.layout.graph, run.layout.wiring.cell_of
     lost = {f.rank for f in faults if isinstance(f, ChipLoss)}
     gone = {cell_of[r].replica for r in lost if r in cell_of}
     stuck = {graph.actors[graph.actor[k]].rank for k in run.outcome.unfinished}
-    return bool(graph.handlers) and all(
+    if not graph.handlers or not all(
         r in lost or (r in cell_of and cell_of[r].replica in gone) for r in stuck
-    )
+    ):
+        return False
+    servers = {graph.actors[a].rank for a in graph.handlers}
+    workers = {a.rank for a in graph.actors} - servers
+
+    def worker(rank: int) -> tuple[bool, int]:
+        return (True, cell_of[rank].replica) if rank in cell_of else (False, rank)
+
+    return bool({worker(r) for r in workers} - {worker(r) for r in stuck})
 
 
 def _how_far(run: Run, faults: Sequence[Fault]) -> str:

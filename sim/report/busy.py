@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sim.plan.kinds import KINDS
 from sim.report.spans import Spans
 
-__all__ = ["Busy", "busy_of", "is_communication", "sum_by"]
+__all__ = ["Busy", "busy_of", "clipped", "is_communication", "sum_by"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -89,6 +89,25 @@ def busy_of(spans: Spans) -> Busy:
         communication_s=total(in_group.sum(0) > 0),
         makespan_s=float(end.max() - start.min()) if len(spans) else 0.0,
     )  # fmt: skip
+
+
+def clipped(spans: Spans, start: float, stop: float) -> tuple[Spans, Ints, Floats]:
+    """What of a table lies in a window.
+
+    Args:
+        spans: one run. start, stop: [s] of the window.
+
+    Returns:
+        The rows cut at its edges, their indices in ``spans`` and the share left of each (0..1).
+    """
+    begin, end = spans.columns["start_s"], spans.columns["end_s"]
+    kept = np.flatnonzero((end > start) & (begin < stop))
+    found = spans.take(kept)
+    cut = (np.maximum(begin[kept], start), np.minimum(end[kept], stop))
+    whole = end[kept] - begin[kept]
+    left = cut[1] - cut[0]
+    share = np.divide(left, whole, out=np.ones(len(kept)), where=whole > 0)
+    return Spans(found.columns | {"start_s": cut[0], "end_s": cut[1]}, spans.names), kept, share
 
 
 def sum_by(row: Ints, values: Floats, rows: int) -> Floats:

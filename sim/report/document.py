@@ -14,6 +14,7 @@ from sim.model.graph import Model
 from sim.plan.placement import Cell
 from sim.plan.plan import Plan
 from sim.report.basis import Basis
+from sim.report.delays import Delays
 from sim.report.host import HostUse
 from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
@@ -133,6 +134,7 @@ class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
         steps: simulated. events: the kernel processed. cpu_s: [s]. folded: True when ranks that
             behave alike ran as one. num_ranks, num_classes: before and after folding.
         per_link: links that carried bytes, busiest first.
+        delays: of late updates, None where none is late.
     """
 
     steps: int
@@ -142,6 +144,7 @@ class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
     num_ranks: int
     num_classes: int
     per_link: tuple[LinkLoad, ...]
+    delays: Delays | None = None
 
 
 def stages_of(
@@ -269,6 +272,7 @@ def simulate_document(
     model: Model | None = None,
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     host: HostUse | None = None,
+    delays: Delays | None = None,
     seed: int = 0,
     assumptions: Sequence[str] = (),
 ) -> SimulateDocument:
@@ -276,7 +280,8 @@ def simulate_document(
 
     Args:
         run: the simulation. basis, metrics, links: of it. model: for layers.
-        memory: (stage, replica) -> ledger. host: its host side. seed: used.
+        memory: (stage, replica) -> ledger. host: its host side.
+        delays: of late updates. seed: used.
         assumptions: besides the plan's.
     """
     plan, graph = run.layout.plan, run.layout.graph
@@ -286,5 +291,5 @@ def simulate_document(
         **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed, assumptions),
         steps=run.layout.steps, events=run.outcome.events, cpu_s=run.cpu_s,
         folded=len(graph.actors) < ranks, num_ranks=ranks, num_classes=len(graph.actors),
-        per_link=links, host=host,
+        per_link=links, host=host, delays=delays,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sim.engine.simulate import Run
 from sim.plan.placement import Placement
 from sim.report.busy import busy_of
-from sim.report.metrics import pace_of
+from sim.report.metrics import pace_of_run
 from sim.report.record import spans_of_run
 from sim.report.rows import CLASSES, Row, classes_of, rows_of, time_unit
 from sim.report.spans import Spans
@@ -202,7 +202,7 @@ def save_gantt(run: Run, path: str | Path, *, spans: Spans | None = None) -> Pat
 
 def _title(run: Run, spans: Spans) -> str:
     plan = run.layout.plan
-    pace, busy = pace_of(spans, barrier=plan.barrier), busy_of(spans)
+    pace, busy = pace_of_run(run, spans), busy_of(spans)
     unit, scale = time_unit(pace.step_time_s)
     text = f"{plan.name or plan.hash}: step {pace.step_time_s * scale:.4g} {unit}"
     if busy.makespan_s and len(busy.rank):

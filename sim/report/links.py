@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.cost.prices import FlowSpec
 from sim.engine.simulate import Run
+from sim.report.delays import Delays
+from sim.report.writes import worker_of, writes_of
 
-__all__ = ["LinkLoad", "link_loads", "link_use", "union"]
+__all__ = ["LinkLoad", "bytes_per_update", "link_loads", "link_use", "union"]
 
 Floats = NDArray[np.float64]
 
@@ -88,3 +92,36 @@ def union(start: Floats, end: Floats) -> float:
     begin, until = start[order], np.maximum.accumulate(end[order])
     before = np.concatenate([begin[:1], until[:-1]])
     return float(np.maximum(0.0, until - np.maximum(begin, before)).sum())
+
+
+def bytes_per_update(run: Run, delays: Delays) -> dict[int, float]:
+    """Bytes that one update puts on each link [B]: of each worker by its share of the updates.
+
+    Args:
+        run: of a plan with servers. delays: of the window whose rates count.
+    """
+    prices, graph, end = run.prices, run.layout.graph, run.outcome.end
+    found: dict[int, dict[int, float]] = {w: defaultdict(float) for w in delays.worker_rates}
+
+    def add(rank: int, flows: Iterable[FlowSpec], more: Iterable[tuple[int, float]] = ()) -> None:
+        of = found.get(worker_of(run, rank), {})
+        for flow in flows:
+            for link, members in flow.links:
+                of[link] = of.get(link, 0.0) + members * flow.nbytes
+        for link, nbytes in more:
+            of[link] = of.get(link, 0.0) + nbytes
+
+    for node in sorted({*prices.flows, *prices.carried}):
+        if np.isfinite(end[node]):
+            rank = graph.actors[graph.actor[node]].rank
+            add(rank, prices.flows.get(node, ()), prices.carried.get(node, ()))
+    for h in run.handled:
+        if np.isfinite(h.end) and (h.op, h.rank, h.sender) in prices.answers:
+            add(h.sender, prices.answers[h.op, h.rank, h.sender][1])
+    count = Counter(writes_of(run).worker.tolist())
+    total: dict[int, float] = defaultdict(float)
+    for worker, links in found.items():
+        share = delays.worker_rates[worker] / delays.updates_per_s / count[worker]
+        for link, nbytes in links.items():
+            total[link] += share * nbytes
+    return dict(total)

@@ -9,20 +9,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.engine.simulate import Run
 from sim.errors import SimulationError
 from sim.report.basis import Basis
-from sim.report.busy import busy_of, sum_by
+from sim.report.busy import Busy, busy_of, clipped, sum_by
+from sim.report.delays import SETTLED_STEPS, Delays, settled_delays
 from sim.report.spans import Spans
+from sim.report.writes import server_of_run
 
 __all__ = [
-    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_between", "pace_of", "rates_of",
-    "tokens_per_update",
+    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_between", "pace_of", "pace_of_run",
+    "rates_of",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
-
-SETTLED_STEPS = 8
-"""Steps of a plan without BARRIER after which their pace has settled."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +74,7 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     than three steps the step time is the makespan / steps, which then includes filling the
     pipeline. Steps at the end that lack late updates do not count.
 
-    Where a rank serves messages (rows of step -1) the ranks count their own iterations and a step
-    is one update instead: its finish is the end of an APPLY.
+    Ranks that serve messages have no steps; ``pace_of_run`` knows the pace of such a run.
 
     Args:
         spans: one run. barrier: whether BARRIER ends each step.
@@ -88,18 +87,39 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
         raise SimulationError("a run without spans has no step time")
     step, end = spans.columns["step"], spans.columns["end_s"]
     begin = float(spans.columns["start_s"].min())
-    updates = _updates(spans)
-    if updates.any():
-        finish = np.sort(end[updates])
-    else:
-        finish = np.full(max(int(step.max()), 0) + 1, begin)
-        np.maximum.at(finish, np.maximum(step, 0), end)
-        finish = np.maximum.accumulate(finish)
-        if not barrier:
-            finish = finish[: _whole_steps(step)]
-    return pace_between(
-        finish, begin, barrier=barrier, warm_up=warm_up, all_count=bool(updates.any())
-    )
+    finish = np.full(max(int(step.max()), 0) + 1, begin)
+    np.maximum.at(finish, np.maximum(step, 0), end)
+    finish = np.maximum.accumulate(finish)
+    if not barrier:
+        finish = finish[: _whole_steps(step)]
+    return pace_between(finish, begin, barrier=barrier, warm_up=warm_up)
+
+
+def pace_of_run(run: Run, spans: Spans, delays: Delays | None = None) -> Pace:
+    """The same of a simulation; where ranks serve messages a step is one update.
+
+    Its time is then 1 / updates_per_s of the common window, and its spread that between two
+    writes of the first server there.
+
+    Args:
+        run: simulated. spans: of it. delays: from ``settled_delays``, when they are there already.
+
+    Raises:
+        SimulationError: see ``pace_of``.
+    """
+    found = settled_delays(run) if delays is None else delays
+    if found is None:
+        return pace_of(spans, barrier=run.layout.plan.barrier)
+    server = server_of_run(run)
+    ends = np.sort([h.end for h in run.handled if h.op.writes and h.rank == server])
+    ends = ends[np.isfinite(ends)]
+    last = ends[(ends >= found.start) & (ends <= found.stop)]
+    took = np.diff(last) if len(last) > 1 else np.array([1 / found.updates_per_s])
+    p50, p95 = np.percentile(took, (50, 95))
+    return Pace(
+        step_time_s=1 / found.updates_per_s, p50_s=float(p50), p95_s=float(p95),
+        steps=len(ends), warm_up=0,
+    )  # fmt: skip
 
 
 def pace_between(
@@ -108,17 +128,15 @@ def pace_between(
     *,
     barrier: bool,
     warm_up: int | None = None,
-    all_count: bool = False,
 ) -> Pace:
     """The same from finish times.
 
     Args:
         finish: [s] of every step, rising. begin: [s] of the first. barrier, warm_up: as above.
-        all_count: the last step counts like the others.
     """
     n = len(finish)
     took = np.diff(finish, prepend=begin)
-    last = n - 1 if all_count or n < 3 else n - 2
+    last = n - 1 if n < 3 else n - 2
     warm = max(1, n // 4) if warm_up is None else warm_up
     warm = min(warm, last - 1)
     if barrier or warm < 0 or n < 3:
@@ -138,38 +156,6 @@ def _whole_steps(step: NDArray[Any]) -> int:
     ops = np.bincount(step[step >= 0], minlength=1)
     whole = np.flatnonzero(ops >= ops[len(ops) // 2])
     return int(whole[-1]) + 1 if len(whole) else 1
-
-
-def tokens_per_update(spans: Spans, tokens: float, ranks: Mapping[int, int]) -> float:
-    """Tokens behind one update of a plan whose ranks serve messages.
-
-    Forwards of the first stage, each microbatch once, over all APPLY.
-
-    Args:
-        spans: one run. tokens: of a microbatch. ranks: rank -> ranks of its cell, which run the
-            same microbatches.
-    """
-    forward = spans.where("kind", lambda k: k == "F") & (spans.columns["stage"] <= 0)
-    names = ("rank", "step", "microbatch")
-    rows = np.unique(np.stack([spans.columns[k][forward] for k in names]), axis=1)
-    weight = dict(
-        zip(
-            spans.columns["rank"][forward].tolist(),
-            spans.columns["weight"][forward].tolist(),
-            strict=True,
-        )
-    )
-    microbatches = sum(weight[r] / ranks.get(r, 1) for r in rows[0].tolist())
-    updates = int(_updates(spans).sum())
-    return tokens * microbatches / updates if updates else 0.0
-
-
-def _updates(spans: Spans) -> NDArray[np.bool_]:
-    """Rows of the updates that a message started; where parameters have several servers, of one."""
-    found = spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] < 0)
-    if found.any():
-        found &= spans.columns["rank"] == spans.columns["rank"][found].min()
-    return found
 
 
 def rates_of(step_time_s: float, basis: Basis) -> dict[str, float | None]:
@@ -208,13 +194,17 @@ def metrics_of(
     *,
     barrier: bool = True,
     inner_comm_s: Mapping[str, Floats] | None = None,
+    pace: Pace | None = None,
+    delays: Delays | None = None,
 ) -> Metrics:
     """All headline metrics of a run; averages over ranks are weighted by class size.
 
-    step_time_s, step_p50_s, step_p95_s [s]: see ``pace_of``. tokens_per_s, tgs [tokens/s], mfu, hfu
-    (0..1): see ``rates_of``. bubble_fraction: average over ranks of 1 - compute-stream busy time /
-    makespan. exposed_comm_s [s]: average over ranks of the time per step in which a communication
-    op ran and the compute stream was idle, or a compute op waited for a collective inside it.
+    step_time_s, step_p50_s, step_p95_s [s]: see ``pace_of`` and ``pace_of_run``. Of a run with
+    servers all is counted in the window of its delays, a step being an update. tokens_per_s, tgs
+    [tokens/s], mfu, hfu (0..1): see ``rates_of``. bubble_fraction: average over ranks of 1 -
+    compute-stream busy time / makespan. exposed_comm_s [s]: average over ranks of the time per step
+    in which a communication op ran and the compute stream was idle, or a compute op waited for a
+    collective inside it.
     exposed_comm_max_s [s], exposed_comm_max_rank: the largest of these times, which the mean hides
     where few ranks wait, and the representative of the class that has it.
     exposed_by_group [s]: the mean by role of the group ("tp", "ep", "cp", "dp" ...), "pp" for
@@ -228,23 +218,20 @@ def metrics_of(
         spans: one run. basis: of its plan. barrier: whether BARRIER ends each step.
         inner_comm_s: role -> [s] per row, communication that a compute op contains (a boxed
             segment's collectives) and waits for; it counts as exposed, not as bubble.
+        pace: of the run; None for ``pace_of``. delays: of a run with servers.
 
     Raises:
         SimulationError: the run is empty, or its rate exceeds the peak.
     """
-    pace, busy = pace_of(spans, barrier=barrier), busy_of(spans)
+    pace = pace_of(spans, barrier=barrier) if pace is None else pace
     rates = rates_of(pace.step_time_s, basis)
+    spans, busy, of_rank, steps = _waits(spans, inner_comm_s or {}, delays)
     total = float(busy.weight.sum())
-    of_rank = dict(busy.exposed_s)
-    mine = spans.where("stream", lambda s: s == "compute")
-    row = np.searchsorted(busy.rank, spans.columns["rank"][mine])
-    for group, inner in (inner_comm_s or {}).items():
-        of_rank[group] = of_rank.get(group, 0.0) + sum_by(row, inner[mine], len(busy.rank))
-    exposed = {g: _mean(s, busy.weight) / pace.steps for g, s in sorted(of_rank.items())}
+    exposed = {g: _mean(s, busy.weight) / steps for g, s in sorted(of_rank.items())}
     exposed = {g: s for g, s in exposed.items() if s > 0}
-    waits = sum(of_rank.values(), np.zeros(len(busy.rank))) / pace.steps
+    waits = sum(of_rank.values(), np.zeros(len(busy.rank))) / steps
     applied = spans.where("kind", lambda k: k == "APPLY") & (spans.columns["step"] >= 0)
-    updates = max(1.0, float(spans.columns["weight"][applied].sum()) / pace.steps)
+    updates = max(1.0, float(spans.columns["weight"][applied].sum()) / steps)
     mean_busy = _mean(busy.compute_s, busy.weight)
     cost = None
     if basis.price_per_s is not None and basis.tokens_per_step:
@@ -262,6 +249,24 @@ def metrics_of(
         imbalance=float(busy.compute_s.max()) / mean_busy if mean_busy else 1.0,
         straggler_rank=int(busy.rank[np.argmax(busy.compute_s)]) if total else -1,
     )  # fmt: skip
+
+
+def _waits(
+    spans: Spans, inner_comm_s: Mapping[str, Floats], delays: Delays | None
+) -> tuple[Spans, Busy, dict[str, Floats], float]:
+    """What counts of a table, what ranks did, group -> [s] exposed by rank, and the steps."""
+    steps = float(max(int(spans.columns["step"].max()), 0) + 1)
+    if delays is not None:
+        spans, kept, share = clipped(spans, delays.start, delays.stop)
+        inner_comm_s = {group: inner[kept] * share for group, inner in inner_comm_s.items()}
+        steps = delays.updates_per_s * (delays.stop - delays.start)
+    busy = busy_of(spans)
+    of_rank = dict(busy.exposed_s)
+    mine = spans.where("stream", lambda s: s == "compute")
+    row = np.searchsorted(busy.rank, spans.columns["rank"][mine])
+    for group, inner in inner_comm_s.items():
+        of_rank[group] = of_rank.get(group, 0.0) + sum_by(row, inner[mine], len(busy.rank))
+    return spans, busy, of_rank, steps
 
 
 def _mean(values: Floats, weight: NDArray[Any]) -> float:

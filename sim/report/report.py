@@ -16,6 +16,7 @@ from sim.plan.plan import Plan
 from sim.plan.program import forwards
 from sim.problem import Problem
 from sim.report.basis import Basis, basis_of
+from sim.report.delays import Delays, fixed_delays, settled_delays
 from sim.report.document import (
     PlanDocument,
     SearchFacts,
@@ -25,8 +26,8 @@ from sim.report.document import (
 )
 from sim.report.gantt import save_gantt
 from sim.report.host import HostUse, host_use
-from sim.report.links import LinkLoad, link_loads, link_use
-from sim.report.metrics import Metrics, metrics_of, pace_of, tokens_per_update
+from sim.report.links import LinkLoad, bytes_per_update, link_loads, link_use
+from sim.report.metrics import Metrics, metrics_of, pace_of_run
 from sim.report.record import recorded
 from sim.report.rows import time_unit
 from sim.report.spans import Spans
@@ -43,6 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         run, problem: what was simulated; None for a plan without a problem.
         spans, metrics, links, basis: of it.
         memory: (stage, replica) -> ledger of the cell. host: None when the plan uses no host side.
+        delays: of updates that are late, None for other plans.
         seed: of the run's generated tables.
     """
 
@@ -54,6 +56,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkLoad, ...]
     memory: Mapping[tuple[int, int], Ledger] = {}
     host: HostUse | None = None
+    delays: Delays | None = None
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -114,7 +117,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Return what ``hetlab simulate --json`` prints."""
         return simulate_document(
             self.run, self.basis, self.metrics, self.links, model=self._model,
-            memory=self.memory, host=self.host, seed=self.seed, assumptions=self.assumptions,
+            memory=self.memory, host=self.host, delays=self.delays, seed=self.seed,
+            assumptions=self.assumptions,
         )  # fmt: skip
 
 
@@ -126,8 +130,8 @@ def report_of(
 ) -> Report:
     """Measure a simulation.
 
-    Where ranks serve messages a step is one update, with the tokens of the forwards behind it;
-    where workers take steps of their own it is a round.
+    Where ranks serve messages a step is one update, with the tokens behind it, and all rates are of
+    the time in which every worker writes; where workers take steps of their own it is a round.
 
     Args:
         run: from sim.engine.simulate.
@@ -144,21 +148,29 @@ def report_of(
     nbytes, busy = link_use(run)
     links = link_loads(run.prices.link_names, nbytes.tolist(), busy.tolist(), run.makespan)
     machine, model = (problem.machine, problem.model) if problem else (None, None)
-    pace = pace_of(spans, barrier=plan.barrier)
+    delays = settled_delays(run)
+    if delays and delays.stop > delays.start and _above_peak(run, problem, delays):
+        delays = settled_delays(run, whole=True)
+    pace = pace_of_run(run, spans, delays)
+    crossed = bytes_per_update(run, delays) if delays else dict(enumerate(nbytes.tolist()))
+    steps = 1 if delays else run.layout.steps
     basis = basis_of(
         plan,
         machine,
         model,
-        egress_per_step=egress(machine, nbytes.tolist()) / pace.steps if machine else 0.0,
-        tokens_per_step=_tokens_of_update(plan, spans) if run.handled else _tokens_of_round(run),
+        egress_per_step=egress(machine, crossed) / steps if machine else 0.0,
+        tokens_per_step=_tokens_of_update(plan, delays) if delays else _tokens_of_round(run),
     )
-    metrics = metrics_of(spans, basis, barrier=plan.barrier, inner_comm_s=inside)
+    metrics = metrics_of(
+        spans, basis, barrier=plan.barrier, inner_comm_s=inside, pace=pace, delays=delays
+    )
     if memory is None:
         scheduled = any(call.name == "schedule" for call in plan.lowering)
         memory = peak_memory(plan, problem) if problem and scheduled else {}
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
         memory=memory, host=host_use(plan, problem, spans, pace), seed=run.layout.seed,
+        delays=delays or fixed_delays(run, pace.step_time_s),
     )  # fmt: skip
 
 
@@ -170,7 +182,17 @@ def _tokens_of_round(run: Run) -> float | None:
     return float(times * whole) if times > 1 else None
 
 
-def _tokens_of_update(plan: Plan, spans: Spans) -> float:
-    maths = plan.mathematics
-    ranks = {r: len(cell.ranks) for cell in plan.placement.cells for r in cell.ranks}
-    return tokens_per_update(spans, float(maths.microbatch * maths.sequence_length), ranks)
+def _tokens_of_update(plan: Plan, delays: Delays) -> float:
+    return delays.samples_per_s * plan.mathematics.sequence_length / delays.updates_per_s
+
+
+def _above_peak(run: Run, problem: Problem | None, delays: Delays) -> bool:
+    """Whether so short a window makes a rate that no chip has; that of the whole run has not."""
+    if problem is None:
+        return False
+    plan = run.layout.plan
+    basis = basis_of(
+        plan, problem.machine, problem.model, tokens_per_step=_tokens_of_update(plan, delays)
+    )
+    flops, peak = basis.hardware_flops_per_step, basis.peak_flops_per_s
+    return bool(flops and peak and flops * delays.updates_per_s > peak)

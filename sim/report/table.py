@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.report.assumed import fold_assumptions
+from sim.report.delays import delay_texts
 from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
 from sim.report.grids import NARROW, Tight, columned, grid
 from sim.report.host import HostUse, memory_texts, short_text, stream_texts
@@ -125,6 +126,12 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
     _print_host(console, document.host)
     if document.per_link:
         console.print(Tight(_links(document.per_link, console.width)))
+        console.print()
+    if document.delays is not None:
+        rows = grid()
+        for name, text in delay_texts(document.delays):
+            rows.add_row(name, text)
+        console.print(Tight(rows))
         console.print()
     classes = f"{document.num_ranks} rank{'s' * (document.num_ranks != 1)}"
     if document.folded:

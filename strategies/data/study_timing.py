@@ -127,20 +127,20 @@ def timing_of(
     """
     run = _run_for(plan_of(problem, draft, way), problem, seconds, faults)
     workers = tuple(range(len(draft.data.microbatches)))
-    samples = problem.job.global_batch * part_steps(way)
-    crossing = _wan_bytes(run, problem) / (run.layout.steps * samples)
+    crossing, batch = _wan_bytes(run, problem), problem.job.global_batch
     if way.served:
-        order = tuple(a for a in order_of(run) if a.time <= seconds)
+        whole = order_of(run)
         delays = delays_of(run, stop=seconds)
         return Timing(
             way=way,
             workers=workers,
-            order=order,
+            order=tuple(a for a in whole if a.time <= seconds),
             delays=delays,
             updates_per_s=delays.updates_per_s,
             samples_per_s=delays.samples_per_s,
-            wan_bytes_per_sample=crossing,
+            wan_bytes_per_sample=crossing / (len(whole) * batch / len(workers)),
         )
+    samples = batch * part_steps(way)
     ends = tuple(t for t in _ends(run) if t <= seconds)
     if len(ends) < 2:
         raise InputError(
@@ -153,7 +153,7 @@ def timing_of(
         ends=ends,
         updates_per_s=pace,
         samples_per_s=pace * samples,
-        wan_bytes_per_sample=crossing,
+        wan_bytes_per_sample=crossing / (run.layout.steps * samples),
     )
 
 

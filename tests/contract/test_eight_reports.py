@@ -80,10 +80,12 @@ def test_an_update_is_an_apply_with_the_tokens_of_its_forward(eager: bool) -> No
     )
     run = mini.Miniature(plan, case.seconds, case.makespan, messages=case.messages).run()
     report = report_of(run)
-    applied = _ends(report.spans, "APPLY")
-    assert len(applied) == 5
-    # One update of five is warm-up.
-    rate = 3 / (applied[-1] - applied[1])
+    # Writes of the fast worker end at 4.25, 8.5, 12.75 s and of the slow one at 7.25, 14.5 s; an
+    # eager reply lets them go 0.25 s earlier. Both write from 7.25 s to the fast one's last.
+    assert len(_ends(report.spans, "APPLY")) == 5
+    fast, last = ((8.25 - 4.25), 12.25) if eager else (4.25, 12.75)
+    until = (8.25 - 7.25) / fast + 1 if eager else (12.75 - 7.25) / fast
+    rate = until / (last - 7.25) + 1 / (14.25 - 7.25 if eager else 7.25)
     assert report.metrics.updates_per_s == pytest.approx(rate)
     assert report.metrics.tokens_per_s == pytest.approx(400 * rate)
     assert report.basis.tokens_per_step == 400

@@ -16,8 +16,9 @@ from sim.plan.placement import Boundary, Cell, Placement, Segment
 from sim.plan.plan import Mathematics, Plan, ProgramText
 from sim.report.basis import Basis, basis_of
 from sim.report.busy import busy_of
+from sim.report.delays import settled_delays
 from sim.report.links import link_loads
-from sim.report.metrics import metrics_of, pace_between, pace_of, rates_of
+from sim.report.metrics import metrics_of, pace_between, pace_of, pace_of_run, rates_of
 from sim.report.record import spans_of_run
 from sim.report.spans import Spans
 
@@ -181,11 +182,19 @@ def test_a_step_of_a_parameter_server_is_one_update() -> None:
     assert applied["stream"].tolist() == ["host"] * 6
     assert applied["step"].tolist() == [-1] * 6
     assert sorted(applied["version"].tolist()) == list(range(1, 7))
-    pace = pace_of(spans, barrier=False, warm_up=1)
-    assert (pace.steps, pace.step_time_s) == (6, pytest.approx((9.0 - 4.5) / 4))
-    assert metrics_of(
-        spans, msgspec.structs.replace(BASIS, peak_flops_per_s=1e3), barrier=False
-    ).updates_per_s == pytest.approx(4 / (9.0 - 4.5))
+    # Both write from 5 s to 8.5 s: one 1 / 2 s, the other 1 / 4 s.
+    delays = settled_delays(run)
+    assert delays is not None and (delays.start, delays.stop) == (5.0, 8.5)
+    pace = pace_of_run(run, spans)
+    assert (pace.steps, pace.step_time_s) == (6, pytest.approx(1 / (1 / 2 + 1 / 4)))
+    assert pace.p50_s == pytest.approx(1.75)
+    found = metrics_of(
+        spans, msgspec.structs.replace(BASIS, peak_flops_per_s=1e3), barrier=False, pace=pace,
+        delays=delays,
+    )  # fmt: skip
+    assert found.updates_per_s == pytest.approx(1 / 2 + 1 / 4)
+    # Both compute until 8 s.
+    assert found.bubble_fraction == pytest.approx(0.5 / 3.5)
 
 
 def test_percentiles_see_an_uneven_step() -> None:
@@ -338,7 +347,6 @@ def test_the_last_step_does_not_set_the_pace() -> None:
     # Steps of 2 s; the last ends half a second early, nothing competing with it.
     finish = np.array([3.0, 5.0, 7.0, 9.0, 10.5])
     assert pace_between(finish, 0.0, barrier=False).step_time_s == 2.0
-    assert pace_between(finish, 0.0, barrier=False, all_count=True).step_time_s == 5.5 / 3
     assert pace_between(finish, 0.0, barrier=True).step_time_s == 10.5 / 5
     assert pace_between(finish[:3], 0.0, barrier=False).step_time_s == 2.0
     assert pace_between(finish[3:], 7.0, barrier=False).step_time_s == pytest.approx(1.75)

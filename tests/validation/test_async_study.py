@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sim.engine.faults import ChipLoss
+from sim.report.report import report_of
+from sim.report.settled import simulate_settled
 from strategies.data.cosim_task import at_training_loss
 from strategies.data.study import Outcome, common_loss, summary
 from strategies.data.study_delays import DelayRow
-from strategies.data.study_timing import Timing
+from strategies.data.study_timing import WAYS, Timing, plan_of, timing_of
+from tests.validation import async_study
 from tests.validation.async_study import (
     SLOW,
     delay_rows,
@@ -81,6 +86,27 @@ def test_speeds() -> None:
     assert ssp.samples_per_s == pytest.approx(4 * 128 / intervals(late)[3], rel=0.01)
     assert 2 * sync.samples_per_s < local.samples_per_s < streamed.samples_per_s
     assert streamed.samples_per_s < late.samples_per_s
+
+
+def test_a_lost_worker_writes_no_more() -> None:
+    problem, draft = given()
+    found = timing_of(problem, draft, WAYS[1], seconds=300.0, faults=[ChipLoss(rank=0, at=60.0)])
+    assert found.delays is not None
+    start, writes = found.delays.start, [a for a in found.order if a.time > found.delays.start]
+    assert found.updates_per_s == pytest.approx(len(writes) / (300.0 - start), rel=0.01)
+    assert max(a.time for a in writes if a.worker == 0) <= 60.0
+    assert found.delays.worker_rates[0] < 0.2 * found.delays.worker_rates[2]
+
+
+def test_the_report_says_what_the_study_says() -> None:
+    problem, draft = given()
+    for way, timing in zip(WAYS[1:3], speeds()[1:3], strict=True):
+        run = simulate_settled(plan_of(problem, draft, way), problem, faults=[SLOW])
+        m = report_of(run, problem).metrics
+        assert m.updates_per_s == pytest.approx(timing.updates_per_s, rel=0.02)
+        assert m.tokens_per_s == pytest.approx(
+            timing.samples_per_s * problem.job.sequence_length, rel=0.02
+        )
 
 
 def test_planning_around_the_slow_and_the_far_worker_is_as_fast_as_late_gradients() -> None:
@@ -164,3 +190,17 @@ def test_the_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{value:.4g}" in text
     assert text.count("found: second-hand account") == 1 and "not the paper's theorem" in text
     assert f"{rows[4].train[96]:.4f}, {rows[4].gap[96]:+.4f}" in text.splitlines()[-1]
+
+
+def test_pictures_go_to_a_folder_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = async_study.LEARNERS[0]
+    monkeypatch.setattr(async_study, "timings", speeds)
+    monkeypatch.setattr(async_study, "outcomes", lambda name, _: trained(name))
+    monkeypatch.setattr(async_study, "LEARNERS", (learner,))
+    monkeypatch.setattr(async_study, "BATCHES", {})
+    folder = tmp_path / "new" / "pictures"
+    async_study.main(["--pictures", str(folder)])
+    assert [p.name for p in folder.iterdir()] == [f"study_{learner}.png"]
+    assert f"pictures in {folder}" in capsys.readouterr().out
