@@ -12,7 +12,7 @@ Marks say where a statement comes from and travel with each value (see Bound):
 
 from __future__ import annotations
 
-from math import ceil, log, pi, sin, sqrt
+from math import ceil, isfinite, log, pi, sin, sqrt
 from typing import Literal
 
 import msgspec
@@ -80,7 +80,7 @@ def check_delay(tau: int, key: str = "tau") -> int:
     Raises:
         InputError: it is negative or not a whole number.
     """
-    if tau != int(tau) or tau < 0:
+    if not isfinite(tau) or tau != int(tau) or tau < 0:
         raise InputError(
             "a delay is a number of updates", key=key, found=str(tau), expected="0, 1, 2 ..."
         )
@@ -163,8 +163,8 @@ def check_delays(delays: ArrayLike, key: str = "delays") -> Ints:
     Raises:
         InputError: they are not one row of numbers >= 0.
     """
-    given = np.asarray(delays)
-    taus = given.astype(np.int64)
+    given = np.asarray(delays, dtype=np.float64)
+    taus = np.where(np.isfinite(given), given, -1.0).astype(np.int64)
     if taus.ndim != 1 or (taus < 0).any() or (taus != given).any():
         raise InputError(
             "delays are one whole number per update", key=key, expected="shape (T,), all >= 0"

@@ -245,9 +245,18 @@ def published_order_convex(updates: int, tau: int, samples: int) -> Bound:
     """(T - tau) / (n tau), the published order for quadratic convex losses, without constants.
 
     Raises:
-        InputError: ``tau`` is 0, where the order says nothing.
+        InputError: ``tau`` is 0, where the order says nothing, or the run has no more updates than
+            that; or a size is not positive.
     """
-    check_positive(tau, "tau")
+    check_positive(check_delay(tau), "tau")
+    check_positive(samples, "samples")
+    if check_delay(updates, "updates") <= tau:
+        raise InputError(
+            "a run has more updates than its delay",
+            key="updates",
+            found=str(updates),
+            expected=f"more than {tau}",
+        )
     return Bound(
         name="order of the generalization error, quadratic convex (no constants, no logarithms)",
         value=(updates - tau) / (samples * tau),

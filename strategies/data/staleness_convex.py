@@ -6,7 +6,7 @@ falls with it, and the authors call the bound pessimistic for a constant rate.
 
 from __future__ import annotations
 
-from math import e, sqrt
+from math import e, inf, sqrt
 
 import msgspec
 import numpy as np
@@ -41,14 +41,14 @@ class GeneralConvex(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for key in ("smoothness", "radius", "samples"):
             check_positive(getattr(self, key), key)
-        if min(self.distance, self.best_risk) < 0.0:
+        if not (0.0 <= self.distance < inf and 0.0 <= self.best_risk < inf):
             raise InputError("distance and best_risk are at least 0", key="distance")
 
 
 def _rates_and_delays(c: GeneralConvex, rates: ArrayLike, delays: ArrayLike) -> tuple[Floats, ...]:
     """Rates (K,) and, for each update, the sum of the rates in its delay window (K,)."""
     eta, taus = np.asarray(rates, dtype=np.float64), check_delays(delays)
-    if eta.shape != taus.shape:
+    if eta.shape != taus.shape or not eta.size:
         raise InputError(
             "one rate and one delay per update", key="rates", found=f"{eta.shape}, {taus.shape}"
         )
@@ -76,9 +76,10 @@ def delayed_step_expansion(
     Mark: found, key lemma of Deng et al., NeurIPS 2024.
 
     Raises:
-        InputError: the rate is above 2 / beta.
+        InputError: the rate is not positive or above 2 / beta, or a constant is not positive.
     """
-    if rate > 2.0 / smoothness:
+    check_positive(radius, "radius")
+    if not 0.0 < rate <= 2.0 / check_positive(smoothness, "smoothness"):
         raise InputError(
             "the lemma covers rates up to 2/beta", key="rate", found=str(rate), expected="<= 2/beta"
         )
@@ -122,7 +123,7 @@ def general_convex(
         c: the problem. rates, delays: (K,). training_loss: E F_S(w_K) reached.
     """
     eps = general_convex_stability(c, rates, delays)
-    if training_loss < 0.0:
+    if not 0.0 <= training_loss < inf:
         raise InputError("the loss is at least 0", key="training_loss", found=str(training_loss))
     value = c.smoothness * eps.value / 2 + sqrt(2 * c.smoothness * training_loss * eps.value)
     return msgspec.structs.replace(

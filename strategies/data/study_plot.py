@@ -44,11 +44,12 @@ def draw_delays(rows: Sequence[DelayRow]) -> Figure:
     for i, row in enumerate(rows):
         label = f"delay {row.tau}"
         first.plot(row.updates, row.train, color=f"C{i}", label=label)
-        second.plot(row.updates, row.gap, color=f"C{i}", label=label)
-        second.plot(row.updates, row.prompt_gap, color=f"C{i}", linestyle=":")
+        # Runs without delay lie close to the late ones: on top of all that are drawn pale.
+        second.plot(row.updates, row.gap, color=f"C{i}", label=label, linewidth=4.0, alpha=0.35)
+        second.plot(row.updates, row.prompt_gap, color=f"C{i}", linestyle=":", zorder=3.0)
         third.plot(row.train, row.gap, color=f"C{i}", label=label)
     first.set(xlabel="updates", ylabel="training loss", title="rate 1/(20 mu (delay + 1))")
-    second.set(xlabel="updates", ylabel="gap", title="dotted: no delay, same rate")
+    second.set(xlabel="updates", ylabel="gap", title="pale: late; dotted: no delay, same rate")
     third.set(xlabel="training loss", ylabel="gap", title="at equal training loss")
     third.invert_xaxis()
     first.legend(fontsize="small")
@@ -94,7 +95,7 @@ def _speeds(axes: Axes, outcomes: Sequence[Outcome], colors: Sequence[str]) -> N
             axes.bar(at, value, 0.8 / len(outcomes), color=color)
             axes.text(at, value, f"{value:.2g}", ha="center", va="bottom", fontsize=7)
     axes.set_xticks([0, 1], ["updates/s", "samples/s"])
-    axes.set(yscale="log", title="speed, per simulated second")
+    axes.set(yscale="log", ylabel="rate [1/s]", title="speed, per simulated second")
 
 
 def _gaps(axes: Axes, outcomes: Sequence[Outcome], colors: Sequence[str], goal: float) -> None:

@@ -188,11 +188,16 @@ def test_the_pictures_show_every_way() -> None:
     axes = draw_study(found).axes
     assert len(axes) == 4 and len(axes[0].lines) == 2 * len(WAYS) + 1
     assert len(axes[2].patches) == 2 * len(WAYS)
+    assert all(a.get_ylabel() for a in axes)
     assert len(axes[3].patches) == 2 * len(WAYS)
     names = [t.get_text() for t in axes[1].get_legend().get_texts()]
     assert [n.split(":")[0] for n in names] == ["async", "SSP 2"]
     rows = fixed_delays([TASK], (0, 4), updates=60)
-    assert [len(a.lines) for a in draw_delays(rows).axes] == [2, 4, 2]
+    gaps = draw_delays(rows).axes
+    assert [len(a.lines) for a in gaps] == [2, 4, 2]
+    prompt, late = ([x for x in gaps[1].lines if (x.get_linestyle() == ":") == k] for k in (1, 0))
+    assert len(prompt) == len(late) == 2
+    assert min(x.get_zorder() for x in prompt) > max(x.get_zorder() for x in late)
 
 
 def test_fixed_delays_repeat_and_start_prompt() -> None:

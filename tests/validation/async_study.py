@@ -143,7 +143,9 @@ def show_curves(rows: Sequence[DelayRow]) -> None:
 def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path)
-    folder = parser.parse_args(args).pictures
+    folder: Path | None = parser.parse_args(args).pictures
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     problem, _ = given()
     print("by hand")
     for name, value in envelope(problem).items():
