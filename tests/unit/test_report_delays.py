@@ -175,6 +175,36 @@ def test_the_document_carries_the_delays() -> None:
     assert "mean 2 updates" in text and "1 updates/s" in text and "while every worker" in text
 
 
+@pytest.mark.parametrize("current", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("compute", [[1.1, 1.0, 1.1, 1.7], [1.7, 1.7, 1.0, 1.0]])
+def test_no_chip_is_above_its_peak(compute: list[float], steps: int, current: bool) -> None:
+    """Workers at their chips' peaks, whose writes queue for different times in short windows."""
+    plain = problem_of(compute, rate=1e15)
+    plan = plan_of(plain, current=current)
+    run = simulate(plan, plain, steps=steps)
+    basis = report_of(run, plain, memory={}).basis
+    flops = (basis.model_flops_per_step or 0.0) / basis.tokens_per_step
+    kinds = {
+        name: msgspec.structs.replace(kind, peak_flops_per_s={"bf16": flops / seconds})
+        for (name, kind), seconds in zip(
+            sorted((n, k) for n, k in plain.machine.accelerators.items() if n != "server"),
+            compute,
+            strict=True,
+        )
+    }
+    machine = msgspec.structs.replace(
+        plain.machine, accelerators=plain.machine.accelerators | kinds
+    )
+    problem = msgspec.structs.replace(plain, machine=machine)
+    report = report_of(run, problem, memory={})
+    assert report.metrics.mfu is not None and 0.3 < report.metrics.mfu <= 1 + 1e-9
+    assert report.delays is not None
+    window, peak = common_window(run), sum(1 / s for s in compute)
+    if window[1] > window[0] and delays_of(run).updates_per_s > peak * (1 + 1e-9):
+        assert current and "too short" in report.delays.note
+
+
 def test_memory_over_time_of_a_run_that_was_ended(tmp_path: Any) -> None:
     plan, problem = given([3.0, 4.0])
     run: Run = simulate(plan, problem, steps=20, until=20.0)
