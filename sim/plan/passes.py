@@ -24,7 +24,7 @@ from sim.plan.program import Program, parse_program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
 from sim.plan.variant import Pass, Variant, program_of
 
-__all__ = ["MAX_MICROBATCHES", "PASSES", "expand", "find_pass", "standard_calls"]
+__all__ = ["MAX_MICROBATCHES", "PASSES", "SAVES", "expand", "find_pass", "standard_calls"]
 
 MAX_MICROBATCHES = 100_000
 """Most microbatches, and chunks, that are laid out."""

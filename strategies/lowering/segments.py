@@ -27,6 +27,7 @@ import msgspec
 from sim.errors import PlanError
 from sim.plan.arguments import takes
 from sim.plan.op import Ref
+from sim.plan.passes import SAVES
 from sim.plan.placement import Segment
 from sim.plan.plan import Plan
 from sim.plan.variant import Variant
@@ -82,6 +83,13 @@ def _check(variants: list[Variant], plan: Plan) -> None:
         "whole parameters on the host under ZeRO": away and plan.mathematics.zero in (1, 2),
         "unlike numbers of microbatches under ZeRO-2 and 3": plan.mathematics.zero >= 2
         and len(set(plan.placement.microbatches)) > 1,
+        # A cell's times of recomputation are of its own mode.
+        "segments that recompute otherwise than their cells": any(
+            s.recompute not in ("", "none", v.recompute)
+            for v in variants
+            for s in plan.placement.segments
+            if s.cell == v.position
+        ),
         "blocking transfers": any(
             op.kind in ("F", "B", "I", "W") and op.deps is not None
             for v in variants
@@ -111,12 +119,11 @@ def _passes(cut: Cut) -> None:
             continue
         mine = cut.segments[op.stage]
         for s in mine if op.kind == "F" else reversed(mine):
-            drops = (s.recompute or cut.variant.recompute) == "full"
             fields: dict[str, Any] = {"label": s.name}
             if s.recompute and op.kind == "F":
-                fields["saves"] = "inputs" if drops else "all"
+                fields["saves"] = SAVES[s.recompute]
             if s.recompute and op.kind in ("B", "I"):
-                fields["recompute"] = "inner" if drops else ""
+                fields["recompute"] = "inner" if s.recompute != "none" else ""
             if op.kind == "F" and cut.settings.clipping == "speculate":
                 fields["ref"] = Ref(SPECULATION, "forward")
             cut.ops.append(msgspec.structs.replace(op, **fields))

@@ -216,6 +216,13 @@ def test_a_segment_sits_with_its_stage() -> None:
     refused(msgspec.structs.replace(plan, placement=placement), "another cell than its stage")
 
 
+def test_a_segment_recomputes_as_its_cell_or_nothing() -> None:
+    at = segment("l1")
+    edit = setting("placement", "segments", at, "recompute", to="selective")
+    with pytest.raises(PlanError, match="segments that recompute otherwise than their cells"):
+        validate(edited(edit))
+
+
 def test_segments_come_in_order() -> None:
     plan = edited(lambda found: found["placement"]["segments"].reverse())
     refused(plan, "in the order of their blocks")

@@ -133,7 +133,7 @@ def drafted(**changes: Any) -> PlanDraft:
         ({"data": DataKnobs(microbatches=(2, 1, 1), zero=2)}, "equally many"),
         ({"expert": ExpertKnobs(ep=2)}, "experts"),
         ({"pipeline": PipelineKnobs(blocking_p2p=True)}, "blocking"),
-        ({"data": DataKnobs(microbatches=(1,) * 4, zero=3, buffers=-1)}, "at least one buffer"),
+        ({"data": DataKnobs(microbatches=(1,) * 4, zero=3, buffers=-1)}, "below its range"),
     ],
 )
 def test_what_does_not_run_by_segment_is_refused(changes: dict[str, Any], message: str) -> None:
