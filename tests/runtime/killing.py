@@ -19,6 +19,8 @@ from sim.plan.io import save_plan
 from sim.plan.plan import Plan
 
 STEPS, EVERY = 24, 3
+STARTING = 0.25
+"""Share of kills before the first step."""
 
 
 def settings_of(folder: Path, plan: Plan) -> RunSettings:
@@ -49,20 +51,6 @@ def curve(run: Path) -> tuple[list[tuple[float, float]], bool]:
     return [seen[s][-1] for s in range(STEPS)], all(len(set(x)) == 1 for x in seen.values())
 
 
-class Fixed(random.Random):
-    """Always this rank, after this step, at once."""
-
-    def __init__(self, rank: int, after: int) -> None:
-        super().__init__()
-        self.answers = iter((rank, after))
-
-    def randrange(self, *_: Any) -> int:
-        return next(self.answers)
-
-    def uniform(self, *_: Any) -> float:
-        return 0.0
-
-
 class Killer:
     """Ends one rank by SIGKILL in each of the first launches of a run.
 
@@ -90,7 +78,9 @@ class Killer:
     def _work(self) -> None:
         for launch in range(self.kills):
             rank = self.source.randrange(self.ranks)
-            after = self.source.randrange(-1, STEPS - 4)
+            after = -1
+            if self.source.random() > STARTING:
+                after = self.source.randrange(STEPS - 4)
             delay = self.source.uniform(0.0, 2.0 if after < 0 else 0.05)
             while not self._reached(launch, rank, after):
                 if self.over.wait(0.002):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
+import real_runtime.restarts
 from real_runtime.errors import RunError
 from real_runtime.restarts import train
-from real_runtime.resume import complete
+from real_runtime.resume import INDEX, Index, complete, seal
 from real_runtime.summary import last_run
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +25,7 @@ import plans
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_run_with_killed_ranks_trains_as_if_none_had_died(tmp_path: Path) -> None:
     plan = plans.plan_of(plans.problem_of(), [[1], [1]])
     quiet = killing.settings_of(tmp_path / "quiet", plan)
@@ -58,13 +61,33 @@ def test_a_log_with_restarts_is_one_run() -> None:
     assert last_run([event("restart"), *mine])[2] == 2
 
 
-def test_without_restarts_left_the_death_is_the_error_and_the_checkpoint_stays(
-    tmp_path: Path,
-) -> None:
-    plan = plans.plan_of(plans.problem_of(), [[1]])
-    settings = killing.settings_of(tmp_path / "one", plan)
-    killer = killing.Killer(Path(settings.out), 1, killing.Fixed(0, 9), 1)
-    with killer, pytest.raises(RunError, match="rank 0 was ended by SIGKILL"):
-        train(settings, 1, 0, lambda line: None, lambda line: None)
-    assert len(killer.hits) == 1
-    assert int(complete(Path(settings.out) / "checkpoints")[-1].name[5:]) >= 9
+def write_empty(folder: Path, steps: int) -> None:
+    """A checkpoint of nothing, whole."""
+    at = folder / "checkpoints" / f"step-{steps:08d}"
+    at.mkdir(parents=True)
+    (at / INDEX).write_bytes(
+        seal(Index(steps=steps, plan_hash="", run={}, files={}, parameters={}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "launches", "begins"), [((21, 24), 2, "step-00000021"), ((24,), 1, ""), ((), 2, "")]
+)
+def test_a_restart_begins_at_a_checkpoint_that_leaves_steps_and_drops_none(
+    steps: tuple[int, ...], launches: int, begins: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    settings = killing.settings_of(tmp_path / "run", plans.plan_of(plans.problem_of(), [[1]]))
+    seen: list[str] = []
+
+    def dies(ranks: int, folder: Path, *_: Any) -> None:
+        seen.append(json.loads((folder / "run.json").read_text())["resume"])
+        for number in steps if len(seen) == 1 else ():
+            write_empty(folder, number)
+        raise RunError("rank 0 was ended by SIGKILL")
+
+    monkeypatch.setattr(real_runtime.restarts, "launch", dies)
+    with pytest.raises(RunError, match="SIGKILL"):
+        train(settings, 1, 1, lambda line: None, lambda line: None)
+    assert len(seen) == launches and Path(seen[-1]).name == begins
+    assert [int(p.name[5:]) for p in complete(Path(settings.out) / "checkpoints")] == list(steps)
