@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from strategies.offload import autohete
+from strategies.offload import autohete, baselines
 
-__all__ = ["autohete"]
+__all__ = ["autohete", "baselines"]

@@ -7,9 +7,12 @@ from functools import cache
 import pytest
 
 from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft
+from sim.plan.lower import lower
 from sim.problem import Problem, load_problem
+from strategies.compose import compose
 from strategies.offload.autohete import AutoHeteKnobs
-from strategies.offload.policies import POLICIES, Outcome, outcome_of, run_policy
+from strategies.offload.policies import POLICIES, Outcome, outcome_of, outcome_of_plan, run_policy
+from strategies.registry import get
 
 LAYERS = 8
 
@@ -87,3 +90,12 @@ def test_the_closer_policy_is_never_slower() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_say_where_they_come_from(name: str) -> None:
     assert POLICIES[name].name == name and len(POLICIES[name].source) > 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy_is_a_strategy(name: str) -> None:
+    problem, start = gpt(80)
+    baseline, chosen = get(name), run_policy(problem, start, name).knobs
+    assert chosen in baseline.space(problem, start).values
+    plan = lower(problem, compose(problem, [(baseline, chosen)], start=start))
+    assert outcome_of_plan(plan, problem, chosen) == run_policy(problem, start, name)
