@@ -41,7 +41,7 @@ def competing(found: SearchResult, state: Offloaded) -> SearchResult:
     plain = found.finalists[0]
     if not state.found or state.found[0].finalist.score >= plain.score:
         joined = found
-        words = "none is better" if state.found else "none fits"
+        words = f"none is found that beats {plain.step_time_s:.4g} s"
         notes = (f"offloaded plans: {words}", *state.notes)
     else:
         gain = 100 * (1 - state.found[0].finalist.score / plain.score)

@@ -20,8 +20,8 @@ from sim.spec.origins import Origin, Tag, require_sources, stated_numbers, tags
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
 
 CLUSTERS = (
-    "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "two_processes",
-    "uneven_workers", "v100_t4",
+    "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "one_a100_40gb",
+    "two_processes", "uneven_workers", "v100_t4",
 )  # fmt: skip
 KINDS: dict[ProfileKind, type[Doc]] = {
     "accelerators": AcceleratorDoc,
@@ -134,6 +134,7 @@ def test_the_bundle_is_what_was_promised() -> None:
     assert chips["a100x64"] == {"A100-SXM4-80GB": 64}
     assert chips["h100_a100_wan"] == {"H100-SXM5-80GB": 32, "A100-SXM4-80GB": 32}
     assert chips["uneven_workers"] == {"A100-SXM4-80GB": 4}
+    assert chips["one_a100_40gb"] == {"A100-SXM4-40GB": 1}
     quarters = {"H20": 256, "C500": 256, "BI-V100": 256, "Ascend-910B3": 256}
     assert chips["h2_1024"] == chips["h2_1024_oversubscribed"] == quarters
 
