@@ -166,13 +166,15 @@ def _failure(folder: Path, said: str) -> HetlabError:
 
 
 def _killed(said: str) -> tuple[int, int] | None:
-    """(rank, signal) of a rank that a signal ended, torchrun's own signals left out."""
+    """(rank, signal) of a rank that a signal ended, torchrun's own signals left out.
+
+    torchrun ends the peers by SIGTERM and does not always say so, so a rank that another signal
+    ended goes first.
+    """
     stopped = set(re.findall(r"Sending process (\d+) closing signal", said))
     report = r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*-(\d+) \(pid: (\d+)\)"
-    for rank, sign, pid in re.findall(report, said):
-        if pid not in stopped:
-            return int(rank), int(sign)
-    return None
+    found = [(int(r), int(s)) for r, s, pid in re.findall(report, said) if pid not in stopped]
+    return min(found, key=lambda f: f[1] == signal.SIGTERM, default=None)
 
 
 def printed(ranks: int, folder: Path, threads: int) -> str:

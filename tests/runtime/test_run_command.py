@@ -197,6 +197,17 @@ def test_the_error_of_a_rank_goes_before_what_its_peers_notice(tmp_path: Path) -
     assert str(error) == "rank 1: text 1" and error.exit_code == 4
 
 
+def test_a_killed_rank_is_named_before_those_that_torchrun_ended() -> None:
+    from real_runtime.launch import _killed
+
+    entry = "  rank      : {} (local_rank: {})\n  exitcode  : -{} (pid: {})\n"
+    report = entry.format(0, 0, 15, 100) + entry.format(1, 1, 9, 101)
+    assert _killed(report) == (1, 9)
+    assert _killed(entry.format(0, 0, 15, 100)) == (0, 15)
+    stopped = "Sending process 100 closing signal SIGTERM\n"
+    assert _killed(stopped + entry.format(0, 0, 15, 100)) is None
+
+
 @pytest.mark.parametrize(
     ("sign", "words"),
     [(signal.SIGKILL, ("rank 1", "SIGKILL")), (signal.SIGSTOP, ("rank 0", "gone or silent"))],
