@@ -13,7 +13,7 @@ import msgspec
 
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Segment
-from strategies.lowering.cut import Cut
+from strategies.lowering.cut import Cut, ended
 from strategies.lowering.kinds import FETCH_B, FETCH_F
 
 __all__ = ["add_fetches", "add_gathers", "wait_for_updates"]
@@ -32,13 +32,7 @@ def wait_for_updates(cut: Cut) -> None:
             cut.extra[op.name].append(Dep(arrival.name, 1))
     if cut.settings.whole:
         first = next(op for op in cut.ops if op.kind == "F")
-        cut.extra[first.name] += _ended(cut)
-
-
-def _ended(cut: Cut) -> list[Dep]:
-    """What ends a step."""
-    kinds = ("OPT", "H2D", "D2H", "HOST", "UNSHARD")
-    return [Dep(op.name, 1) for op in cut.ops if op.kind in kinds and op.mb < 0]
+        cut.extra[first.name] += ended(cut.ops)
 
 
 def add_gathers(cut: Cut) -> None:
@@ -67,7 +61,7 @@ def add_fetches(cut: Cut) -> None:
     chip, until it is back. Without master weights the update needs what is on the host, so it is
     fetched once more unless it is still there.
     """
-    named = _named(cut)
+    named = cut.named
     away = {key for key, s in named.items() if "parameters" in s.offload}
     back = {key for key in away if "optimizer" not in named[key].offload}
 
@@ -88,10 +82,6 @@ def add_fetches(cut: Cut) -> None:
     _bring(cut, [i for i, op in enumerate(cut.ops) if uses(op)], fetch)
 
 
-def _named(cut: Cut) -> dict[tuple[int, str], Segment]:
-    return {(s.stage, s.name): s for mine in cut.segments.values() for s in mine}
-
-
 def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None]) -> None:
     """List what brings parameters before the ops that use them, through a ring of buffers.
 
@@ -102,7 +92,7 @@ def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None])
         make: (first use, its segment) -> the op that brings it, with its other dependencies; None
             where the first use itself fills the buffer.
     """
-    named = _named(cut)
+    named = cut.named
     holds: list[list[int]] = []
     for i in users:
         op, last = cut.ops[i], cut.ops[holds[-1][-1]] if holds else None
@@ -118,7 +108,7 @@ def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None])
         steps, before = divmod(k - slots, len(holds))
         free = [
             Dep(cut.ops[holds[before][-1]].name, -steps),
-            *(_ended(cut) if cut.settings.whole and k < slots else ()),
+            *(ended(cut.ops) if cut.settings.whole and k < slots else ()),
         ]
         brings = make(op, named[op.stage, op.label])
         if brings is None:

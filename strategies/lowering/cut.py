@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -15,7 +16,13 @@ from sim.plan.plan import Plan
 from sim.plan.variant import Variant, program_of
 from strategies.lowering.kinds import FETCH_B
 
-__all__ = ["Cut", "Settings"]
+__all__ = ["Cut", "Settings", "ended"]
+
+
+def ended(ops: Iterable[Op]) -> list[Dep]:
+    """What ends the step before, of a step's ops."""
+    kinds = ("OPT", "H2D", "D2H", "HOST", "UNSHARD")
+    return [Dep(op.name, 1) for op in ops if op.kind in kinds and op.mb < 0]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +41,7 @@ class Cut:
         variant, plan, settings: given. segments: of every virtual stage, in order of the forward.
         hosted: virtual stages of this position. one: a step has one microbatch.
         ops: the list so far. extra: dependencies of an op, by its name, beside the implied ones.
+        named: segments by (virtual stage, name).
         order: number of each segment of this position, in the order of the forward.
         ready: ops that complete a gradient for its update.
         sharded: virtual stages whose gradients are summed per microbatch (ZeRO-2 and 3).
@@ -52,6 +60,7 @@ class Cut:
         self.one = variant.microbatches == 1
         self.ops: list[Op] = []
         self.extra: dict[str, list[Dep]] = defaultdict(list)
+        self.named = {(s.stage, s.name): s for mine in segments.values() for s in mine}
         mine = [(s.stage, s.name) for stage in sorted(self.hosted) for s in segments[stage]]
         self.order = {key: i for i, key in enumerate(mine)}
         self.ready: list[str] = []

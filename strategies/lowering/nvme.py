@@ -29,6 +29,7 @@ from sim.plan.placement import Segment
 from sim.plan.plan import Call, Plan
 from sim.plan.variant import Variant
 from strategies.lowering.arguments import NvmeArguments
+from strategies.lowering.cut import ended
 from strategies.lowering.kinds import FETCH_B, FETCH_F
 
 __all__ = ["NVME_READ", "NVME_READ_B", "NVME_READ_F", "NVME_WRITE", "drives", "nvme"]
@@ -44,8 +45,6 @@ NVME_WRITE = register(Kind(name="NVME_WRITE", stream="nvme_write", cost="host"))
 
 _READS = {FETCH_F.name: NVME_READ_F.name, FETCH_B.name: NVME_READ_B.name}
 _ALL_READS = (NVME_READ.name, *_READS.values())
-_ENDED = ("OPT", "H2D", "D2H", "HOST", "UNSHARD")
-"""What ends a step, as in strategies.lowering.arrivals."""
 
 
 def drives(segments: Sequence[Segment], whole_steps: bool) -> list[Call]:
@@ -123,14 +122,14 @@ def _on_drive(v: Variant, plan: Plan, low: dict[tuple[int, str], Segment], whole
 
 def _by_steps(ops: list[Op]) -> list[Op]:
     """Let first reads wait for the end of the step before, and whatever does for its writes."""
-    ended = [Dep(op.name, 1) for op in ops if op.kind in _ENDED and op.mb < 0]
+    last = ended(ops)
     writes = [Dep(op.name, 1) for op in ops if op.kind == NVME_WRITE.name]
     found = []
     for op in ops:
         deps = list(op.deps or ())
         if op.kind in _ALL_READS and all(d.distance for d in deps):
-            deps += [*ended, *writes]
-        elif set(ended) <= set(deps):
+            deps += [*last, *writes]
+        elif set(last) <= set(deps):
             deps += writes
         if len(deps) > len(op.deps or ()):
             op = msgspec.structs.replace(op, deps=tuple(dict.fromkeys(deps)))

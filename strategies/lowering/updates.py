@@ -32,7 +32,6 @@ def add_updates(cut: Cut) -> None:
     reduced = {op.stage for op in old if op.kind == "REDUCE_GRAD"}
     updated_whole = {op.stage for op in old if op.kind == "UNSHARD"} - cut.gathered
     last = {(op.stage, op.label): i for i, op in enumerate(old) if op.kind in ("B", "W")}
-    named = {(s.stage, s.name): s for mine in cut.segments.values() for s in mine}
     waiting: list[Op] = []
     late: list[Op] = []
     sent: list[str] = []
@@ -44,7 +43,7 @@ def add_updates(cut: Cut) -> None:
         cut.ops.append(op)
         if op.kind not in ("B", "W"):
             continue
-        s, source = named[op.stage, op.label], op.name
+        s, source = cut.named[op.stage, op.label], op.name
         final = last[op.stage, op.label] == i
         if final:
             # Updates on the chip stand behind the next backward, so as not to wait for a reduce.
