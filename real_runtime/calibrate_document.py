@@ -12,7 +12,10 @@ from sim.units import Dimension, parse_quantity
 
 __all__ = ["Scale", "merged", "scaled", "scales"]
 
-OF_CHIP = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "kernel_overhead")
+OF_CHIP = (
+    "gemm_efficiency", "attention_efficiency", "memory_efficiency", "optimizer_efficiency",
+    "kernel_overhead",
+)  # fmt: skip
 OF_LINK: tuple[tuple[str, Dimension], ...] = (("rate", "bytes/s"), ("latency", "seconds"))
 LEAST_LATENCY = "1e-06 s"
 """Where a latency that is 0 begins: a factor cannot move 0."""
@@ -130,6 +133,14 @@ def _raise_peak(chip: dict[str, Any], key: str, excess: float, words: str) -> No
     if key == "memory_efficiency":
         rate = _value(chip["memory_bandwidth"], "bytes/s")
         chip["memory_bandwidth"] = _stated(rate * excess, "B/s", words)
+        if "optimizer_efficiency" in chip:
+            share = _value(chip["optimizer_efficiency"], "fraction")
+            chip["optimizer_efficiency"] = _stated(share / excess, "", words)
+    elif key == "optimizer_efficiency":
+        rate = _value(chip["memory_bandwidth"], "bytes/s")
+        share = _value(chip["memory_efficiency"], "fraction")
+        chip["memory_bandwidth"] = _stated(rate * excess, "B/s", words)
+        chip["memory_efficiency"] = _stated(share / excess, "", words)
     elif key == "gemm_efficiency":
         for dtype, peak in chip["peaks"].items():
             chip["peaks"][dtype] = _stated(_value(peak, "FLOP/s") * excess, "FLOP/s", words)

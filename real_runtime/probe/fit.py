@@ -17,7 +17,7 @@ from real_runtime.errors import RunError
 from real_runtime.probe.records import Record, select, spread
 from sim.interop.link_records import Transfer, alone_curve, member_transfer
 
-__all__ = ["Chip", "Number", "Wire", "fit_chip", "fit_wire"]
+__all__ = ["Chip", "Number", "Round", "Wire", "fit_chip", "fit_wire"]
 
 Floats = NDArray[np.float64]
 FEWEST = 4
@@ -51,24 +51,37 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True):
     attention_efficiency: Number
     memory_bandwidth: Number
     memory_efficiency: Number
+    optimizer_efficiency: Number
     kernel_overhead: Number
     compute_slowdown: Number | None
     comm_slowdown: Number | None
     dispatch: Number
 
 
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """One message at all sizes.
+
+    Args:
+        latency: [s] one way. curve: ((nbytes [B], share of the link's rate), ...).
+        curve_spread: largest of the points' spreads.
+    """
+
+    latency: Number
+    curve: tuple[tuple[float, float], ...]
+    curve_spread: float
+
+
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
     """A link's numbers.
 
     Args:
-        rate: [B/s]. latency: [s] one way. curve: ((nbytes [B], share of the rate), ...).
-        curve_spread: largest of the points' spreads.
+        rate: [B/s], the best of transfers and collectives. transfer: a message alone.
+        collectives: name -> one message of it between neighbours of a ring.
     """
 
     rate: Number
-    latency: Number
-    curve: tuple[tuple[float, float], ...]
-    curve_spread: float
+    transfer: Round
+    collectives: dict[str, Round]
 
 
 def fit_chip(records: Sequence[Record]) -> Chip:
@@ -98,7 +111,8 @@ def fit_chip(records: Sequence[Record]) -> Chip:
         gemm_half=Number(half, residual, n, "fitted to products of several shapes"),
         attention_efficiency=_middle(core_rates, "share of the peak, middle over sizes"),
         memory_bandwidth=bandwidth,
-        memory_efficiency=_memory_efficiency(records, bandwidth.value),
+        memory_efficiency=_reached(records, "norm", bandwidth.value),
+        optimizer_efficiency=_reached(records, "adamw", bandwidth.value),
         kernel_overhead=_overhead(records),
         compute_slowdown=compute,
         comm_slowdown=comm,
@@ -109,9 +123,8 @@ def fit_chip(records: Sequence[Record]) -> Chip:
 def fit_wire(records: Sequence[Record], ranks: int) -> Wire:
     """Return the numbers of the link between two ranks.
 
-    A profile has one curve for transfers and collectives. Collectives move most bytes, and a round
-    of an all-reduce takes longer than a transfer as long as its message, for it also adds; so at
-    each size the slower of the two counts (sim.interop.link_records.alone_curve fits the rest).
+    Transfers and every collective have a latency and a curve of their own, since a round of an
+    all-reduce also adds and the library runs each otherwise (sim.interop.link_records.alone_curve).
 
     Args:
         records: of the probe. ranks: that took part in its collectives.
@@ -122,33 +135,34 @@ def fit_wire(records: Sequence[Record], ranks: int) -> Wire:
     pings = sorted(select(records, "ping"), key=lambda r: r.sizes["nbytes"])
     if len(pings) < 2:
         raise RunError("the probe measured fewer than two sizes of transfers")
-    series = [[Transfer(nbytes=r.sizes["nbytes"], seconds=r.median) for r in pings]]
-    sums = select(records, "collective", "all_reduce")
-    if sums:
-        rounds = [member_transfer(r.name, ranks, r.sizes["nbytes"], r.median) for r in sums]
-        series.append(sorted(rounds, key=lambda t: t.nbytes))
-    sizes, seconds = _slower(series)
-    latency, rate, points = alone_curve(sizes, seconds)
-    best = max(points, key=lambda point: point[1])
-    spreads = [spread(r) for r in (*pings, *sums)]
-    typical, n = float(np.median(spreads)), pings[0].repeats
+    series = {"": [Transfer(nbytes=r.sizes["nbytes"], seconds=r.median) for r in pings]}
+    of: dict[str, list[Record]] = {"": pings}
+    for r in sorted(select(records, "collective"), key=lambda r: r.sizes["nbytes"]):
+        of.setdefault(r.name, []).append(r)
+        message = member_transfer(r.name, ranks, r.sizes["nbytes"], r.median)
+        series.setdefault(r.name, []).append(message)
+    fits = {
+        name: alone_curve([t.nbytes for t in line], [t.seconds for t in line])
+        for name, line in series.items()
+        if len(line) > 1
+    }
+    best = max(fits, key=lambda name: fits[name][1])
+    rate = fits[best][1]
+    size = max(fits[best][2], key=lambda point: point[1])[0]
+    rounds = {}
+    for name, (latency, own, points) in fits.items():
+        spreads = [spread(r) for r in of[name]]
+        rounds[name] = Round(
+            latency=Number(latency, spreads[0], of[name][0].repeats, "one way, the shortest"),
+            curve=tuple((nbytes, share * own / rate) for nbytes, share in points),
+            curve_spread=max(spreads),
+        )
+    typical = float(np.median([spread(r) for r in of[best]]))
     return Wire(
-        rate=Number(rate, typical, n, f"at {best[0]:g} B"),
-        latency=Number(latency, spread(pings[0]), n, "one way, the shortest message"),
-        curve=points,
-        curve_spread=max(spreads),
+        rate=Number(rate, typical, pings[0].repeats, f"{best or 'transfer'} of {size:g} B"),
+        transfer=rounds.pop(""),
+        collectives=rounds,
     )
-
-
-def _slower(series: Sequence[Sequence[Transfer]]) -> tuple[list[float], list[float]]:
-    """Sizes of all series, and at each the longest time, straight in logarithms between sizes."""
-    sizes = sorted({t.nbytes for line in series for t in line})
-    at = np.log(sizes)
-    longest = np.full(len(sizes), -np.inf)
-    for line in series:
-        x, y = (np.log([getattr(t, name) for t in line]) for name in ("nbytes", "seconds"))
-        longest = np.maximum(longest, np.interp(at, x, y, left=-np.inf, right=-np.inf))
-    return sizes, np.exp(longest).tolist()
 
 
 def _only(records: Sequence[Record], what: str, name: str | None = None) -> Number:
@@ -175,25 +189,10 @@ def _bandwidth(records: Sequence[Record]) -> Number:
     return Number(r.sizes["nbytes"] / r.median, spread(r), r.repeats, "copy of large tensors")
 
 
-def _memory_efficiency(records: Sequence[Record], bandwidth: float) -> Number:
-    """Counted traffic over time: between a norm's and an optimizer's, middle over sizes of each."""
-    reached = {
-        name: _middle(
-            [
-                r.sizes["nbytes"] / r.median / bandwidth
-                for r in select(records, "elementwise", name)
-            ],
-            name,
-        )
-        for name in ("norm", "adamw")
-    }
-    both = list(reached.values())
-    return Number(
-        float(np.sqrt(both[0].value * both[1].value)),
-        max(n.spread for n in both),
-        sum(n.count for n in both),
-        f"counted traffic; a norm reaches {both[0].value:.3g}, AdamW {both[1].value:.3g}",
-    )
+def _reached(records: Sequence[Record], name: str, bandwidth: float) -> Number:
+    """Counted traffic over time, middle over sizes."""
+    found = [r.sizes["nbytes"] / r.median / bandwidth for r in select(records, "elementwise", name)]
+    return _middle(found, f"counted traffic of {name} over its time, middle over sizes")
 
 
 def _overhead(records: Sequence[Record]) -> Number:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from real_runtime.probe.fit import Chip, Number, Wire
+from real_runtime.probe.fit import Chip, Number, Round, Wire
 from real_runtime.probe.records import Facts, ProbeSettings, Record, select, spread
 from sim.errors import UsageError
 from sim.hardware.build import build_machine
@@ -136,6 +136,7 @@ def _accelerator(w: _Writer, facts: Facts, chip: Chip) -> dict[str, Any]:
         "gemm_half": w.stated(chip.gemm_half, ""),
         "attention_efficiency": w.stated(chip.attention_efficiency, ""),
         "memory_efficiency": w.stated(chip.memory_efficiency, ""),
+        "optimizer_efficiency": w.stated(chip.optimizer_efficiency, ""),
         "kernel_overhead": w.stated(chip.kernel_overhead, "s"),
         "async_compute": facts.device != "cpu",
         "context": w.known(facts.context, "B", "taken before any tensor"),
@@ -150,17 +151,26 @@ def _accelerator(w: _Writer, facts: Facts, chip: Chip) -> dict[str, Any]:
 
 
 def _link(w: _Writer, wire: Wire) -> dict[str, Any]:
+    found = {"rate": w.stated(wire.rate, "B/s")} | _round(w, wire.transfer)
+    rounds = wire.collectives
+    if rounds:
+        found["collectives"] = {name: _round(w, r) for name, r in rounds.items()}
+    origins = {"curve": wire.transfer} | {
+        f"collectives.{name}.curve": r for name, r in rounds.items()
+    }
+    spread_of = "largest spread of a point"
+    found["origins"] = {
+        key: {"source": f"{w.source}; {spread_of} {r.curve_spread:.1%}"}
+        for key, r in origins.items()
+    }
+    return found
+
+
+def _round(w: _Writer, r: Round) -> dict[str, Any]:
     return {
-        "rate": w.stated(wire.rate, "B/s"),
         # A message crosses two ports, the sender's and the receiver's, and each adds its latency.
-        "latency": w.stated(wire.latency, "s", 0.5),
-        "curve": [{"size": f"{size:.0f} B", "fraction": share} for size, share in wire.curve],
-        "origins": {
-            "curve": {
-                "source": f"{w.source}; the slower of a transfer and a round of an all_reduce; "
-                f"largest spread of a point {wire.curve_spread:.1%}"
-            }
-        },
+        "latency": w.stated(r.latency, "s", 0.5),
+        "curve": [{"size": f"{size:.0f} B", "fraction": share} for size, share in r.curve],
     }
 
 

@@ -23,8 +23,8 @@ def probe_document(
 ) -> dict[str, Any]:
     """Everything about a probe as plain data.
 
-    A profile has no curves of collectives: the cost model works their times out from the link.
-    ``transfers`` and ``collectives`` say how far that is from the measured times.
+    ``transfers`` and ``collectives`` say how far what the profile predicts is from the measured
+    times.
     """
     group = range(machine.num_chips)
     transfers = [
@@ -64,6 +64,7 @@ def print_probe(console: Console, d: dict[str, Any]) -> None:
         ("gemm_efficiency", chip["gemm_efficiency"], 1, ""),
         ("gemm_half", chip["gemm_half"], 1, ""),
         ("attention_efficiency", chip["attention_efficiency"], 1, ""),
+        ("optimizer_efficiency", chip["optimizer_efficiency"], 1, ""),
         ("memory_bandwidth", chip["memory_bandwidth"], 1e9, "GB/s"),
         ("memory_efficiency", chip["memory_efficiency"], 1, ""),
         ("kernel_overhead", chip["kernel_overhead"], 1e-6, "us"),
@@ -73,7 +74,7 @@ def print_probe(console: Console, d: dict[str, Any]) -> None:
             ("compute_slowdown", chip["compute_slowdown"], 1, ""),
             ("comm_slowdown", chip["comm_slowdown"], 1, ""),
             ("link rate", link["rate"], 1e9, "GB/s"),
-            ("link latency", link["latency"], 1e-6, "us"),
+            ("link latency", link["transfer"]["latency"], 1e-6, "us"),
         ]
     lines = [f"{'':<22}{'median':>12}         {'spread':>8}   how"]
     for name, n, unit, text in rows:

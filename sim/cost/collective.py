@@ -108,7 +108,7 @@ def collective_cost(
     if len(group) < 2 or (nbytes <= 0 and matrix is None):
         return CollectiveCost(kind=kind, algorithm="none", seconds=0.0, fixed_s=0.0)
     if kind in ("all_to_all", "p2p"):
-        ways = {"direct": exchange(where, group, _matrix(kind, len(group), nbytes, matrix))}
+        ways = {"direct": exchange(where, group, _matrix(kind, len(group), nbytes, matrix), kind)}
     else:
         ways = _ways(where, kind, group, nbytes)
     if algorithm:
@@ -206,7 +206,7 @@ def _flows(
     happens inside the nodes meanwhile.
     """
     inside = tuple(e for e in phase.edges if where.node[e.src] == where.node[e.dst])
-    alone_s = (e.nbytes / alone(where.path(e.src, e.dst), e.chunk) for e in between)
+    alone_s = (e.nbytes / alone(where.path(e.src, e.dst, e.kind), e.chunk) for e in between)
     floor = max(where.stream_s(Phase(inside, 0.0)), *alone_s)
     joined: dict[tuple[int, ...], list[Edge]] = defaultdict(list)
     for e in between:

@@ -256,5 +256,6 @@ def optimizer_time(
     if update > 0.0:
         return update
     per_param = job.gradient_bytes + 2.0 * job.optimizer_bytes + job.param_bytes
-    rate = accelerator.memory_bytes_per_s * accelerator.memory_efficiency
+    share = accelerator.optimizer_efficiency or accelerator.memory_efficiency
+    rate = accelerator.memory_bytes_per_s * share
     return params / shards * per_param / rate + accelerator.kernel_overhead_s

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sim.hardware.machine import Machine, Path
-from sim.hardware.route import path, transfer_time
+from sim.hardware.route import in_collective, path, transfer_time
 
 __all__ = [
     "Edge",
@@ -41,12 +41,14 @@ class Edge(msgspec.Struct, frozen=True):
 
     Args:
         src, dst: chips. nbytes: [B] over the whole phase. chunk: [B] of one message.
+        kind: of collective, "" for a message alone.
     """
 
     src: int
     dst: int
     nbytes: float
     chunk: float
+    kind: str = ""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -75,9 +77,10 @@ class Places:
         self.node = [n.index for n in machine.nodes for _ in range(*n.chips)]
         self.site = [n.site for n in machine.nodes for _ in range(*n.chips)]
 
-    def path(self, src: int, dst: int) -> Path:
-        """The route between two chips."""
-        return path(self.machine, src, dst)
+    def path(self, src: int, dst: int, kind: str = "") -> Path:
+        """The route between two chips, as messages of a collective see it, or one alone."""
+        found = path(self.machine, src, dst)
+        return in_collective(found, kind) if found.collectives else found
 
     def in_order(self, chips: Sequence[int]) -> list[int]:
         """Chips by site, island, node and number, so that a ring crosses each border once."""
@@ -99,7 +102,7 @@ class Places:
         load: dict[int, float] = defaultdict(float)
         slowest = 0.0
         for edge in phase.edges:
-            route = self.path(edge.src, edge.dst)
+            route = self.path(edge.src, edge.dst, edge.kind)
             slowest = max(slowest, edge.nbytes / alone(route, edge.chunk))
             for x in route.links:
                 load[x] += edge.nbytes
@@ -133,13 +136,13 @@ def ring(places: Places, kind: str, groups: Sequence[Sequence[int]], nbytes: flo
     edges, latency = [], 0.0
     for group in groups:
         pairs = list(zip(group, [*group[1:], group[0]], strict=True))
-        hops = [places.path(a, b).latency for a, b in pairs]
+        hops = [places.path(a, b, kind).latency for a, b in pairs]
         if kind == "broadcast":
             pairs, hops = pairs[:-1], hops[:-1]
             latency = max(latency, sum(hops))
         else:
             latency = max(latency, rounds * (sum(hops) - min(hops)))
-        edges += [Edge(a, b, rounds * (n - 1) * chunk, chunk) for a, b in pairs]
+        edges += [Edge(a, b, rounds * (n - 1) * chunk, chunk, kind) for a, b in pairs]
     if kind != "broadcast":
         return [Phase(tuple(edges), latency)]
     fill = tuple(msgspec.structs.replace(e, nbytes=(n - 2) * chunk) for e in edges)
@@ -163,8 +166,8 @@ def tree(places: Places, kind: str, group: Sequence[int], nbytes: float) -> list
     for level in range(math.ceil(math.log2(n))):
         gap = 1 << level
         pairs = [(i, i + gap) for i in range(0, n - gap, 2 * gap)]
-        edges = tuple(Edge(group[a], group[b], nbytes, nbytes) for a, b in pairs)
-        latency = max(places.path(e.src, e.dst).latency for e in edges)
+        edges = tuple(Edge(group[a], group[b], nbytes, nbytes, kind) for a, b in pairs)
+        latency = max(places.path(e.src, e.dst, kind).latency for e in edges)
         steps.append(Phase(edges, latency, streams=False))
     down = steps[::-1]
     return [_reversed(s) for s in steps] + down if kind == "all_reduce" else down
@@ -172,7 +175,7 @@ def tree(places: Places, kind: str, group: Sequence[int], nbytes: float) -> list
 
 def _reversed(phase: Phase) -> Phase:
     """The same edges the other way."""
-    edges = tuple(Edge(e.dst, e.src, e.nbytes, e.chunk) for e in phase.edges)
+    edges = tuple(Edge(e.dst, e.src, e.nbytes, e.chunk, e.kind) for e in phase.edges)
     return Phase(edges, phase.latency_s, phase.streams)
 
 
@@ -249,7 +252,10 @@ def _across(
 
 
 def exchange(
-    places: Places, group: Sequence[int], matrix: Sequence[Sequence[float]]
+    places: Places,
+    group: Sequence[int],
+    matrix: Sequence[Sequence[float]],
+    kind: str = "all_to_all",
 ) -> list[Phase]:
     """Direct exchange: every pair's bytes at once (all_to_all, even or not).
 
@@ -257,6 +263,7 @@ def exchange(
 
     Args:
         places: of the machine. group: chips. matrix: [B] (sender, receiver); the diagonal stays.
+        kind: of collective.
     """
     pairs = [
         (a, b, float(matrix[i][j]))
@@ -266,8 +273,8 @@ def exchange(
     ]
     if not pairs:
         return []
-    latency = max(places.path(a, b).latency for a, b, _ in pairs)
-    return [Phase(tuple(Edge(a, b, size, size) for a, b, size in pairs), latency)]
+    latency = max(places.path(a, b, kind).latency for a, b, _ in pairs)
+    return [Phase(tuple(Edge(a, b, size, size, kind) for a, b, size in pairs), latency)]
 
 
 def total_s(places: Places, phases: Sequence[Phase], share: float = 1.0) -> float:

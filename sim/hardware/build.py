@@ -189,6 +189,7 @@ def _add_link(draft: _Draft, name: str, spec: LinkSpec) -> int:
             flow_cap=spec.flow_cap,
             price_per_byte=spec.price_per_byte,
             kind=spec.kind,
+            collectives=spec.collectives,
         )
     )
     return len(draft.links) - 1

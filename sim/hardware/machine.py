@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Accelerator", "Curve", "HostSide", "Link", "Machine", "Node", "Path"]
+__all__ = ["Accelerator", "Curve", "HostSide", "Link", "Machine", "Node", "Path", "Rounds"]
 
 Curve = tuple[tuple[float, float], ...]
 """((nbytes [B], fraction of the nominal rate reached), ...), by size; () means 1 everywhere."""
+
+Rounds = dict[str, tuple[float, Curve]]
+"""Collective -> (latency [s], curve) of one message, where it differs from a message alone."""
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         gemm_half: products reach e0 / ((1 + half/m)(1 + half/n)(1 + half/k)).
         attention_efficiency: share of the peak reached by the fused attention core.
         memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
+        optimizer_efficiency: share that the optimizer's step reaches; 0 means the same.
         kernel_overhead_s: [s] fixed cost per kernel-sized piece of work, per block and pass.
         compute_slowdown: factor >= 1 on compute while communication runs on the same chip.
         comm_slowdown: factor >= 1 on communication while compute runs on the same chip.
@@ -44,6 +48,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     gemm_half: float = 64.0
     attention_efficiency: float = 0.5
     memory_efficiency: float = 0.8
+    optimizer_efficiency: float = 0.0
     kernel_overhead_s: float = 10e-6
     compute_slowdown: float = 1.0
     comm_slowdown: float = 1.0
@@ -65,6 +70,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         flow_cap: [B/s] most that one flow gets (window / RTT); 0 means no cap.
         price_per_byte: [USD/B] egress price.
         kind: "fabric", "pcie", "nic", "uplink" or "wan".
+        collectives: see ``Rounds``.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     flow_cap: float = 0.0
     price_per_byte: float = 0.0
     kind: str = "nic"
+    collectives: Rounds = {}
 
 
 class HostSide(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +160,7 @@ class Path(msgspec.Struct, frozen=True):
         links: indices into Machine.links, in order.
         latency: [s] sum over the links. rate: [B/s] smallest nominal rate and flow cap on the way.
         curve: size curve of the slowest link.
-        price_per_byte: [USD/B] summed.
+        price_per_byte: [USD/B] summed. collectives: those that all links know, see ``Rounds``.
     """
 
     links: tuple[int, ...]
@@ -161,6 +168,7 @@ class Path(msgspec.Struct, frozen=True):
     rate: float
     curve: Curve = ()
     price_per_byte: float = 0.0
+    collectives: Rounds = {}
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 from sim.errors import InputError
 from sim.hardware.catalog import Catalog
 from sim.hardware.host import copy_rate, host_side
-from sim.hardware.machine import Accelerator, Curve, HostSide
+from sim.hardware.machine import Accelerator, Curve, HostSide, Rounds
 from sim.spec.fields import Stated
 from sim.spec.origins import Origin, tags
 from sim.spec.profiles import AcceleratorNumbers, LinkDoc, LinkUse, NicsDoc, NodeNumbers
@@ -27,6 +27,7 @@ _FIELDS = {
     "gemm_half": "gemm_half",
     "attention_efficiency": "attention_efficiency",
     "memory_efficiency": "memory_efficiency",
+    "optimizer_efficiency": "optimizer_efficiency",
     "kernel_overhead": "kernel_overhead_s",
     "compute_slowdown": "compute_slowdown",
     "comm_slowdown": "comm_slowdown",
@@ -57,6 +58,7 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
     flow_cap: float = 0.0
     price_per_byte: float = 0.0
     kind: str = ""
+    collectives: Rounds = {}
     half_duplex: bool = False
     guesses: tuple[str, ...] = ()
 
@@ -161,6 +163,7 @@ def resolve_link(
     points = use.curve or (base.curve if base is not None else ())
     if base is not None and points is base.curve and points:
         guesses += ["curve"] * (tags(base)["curve"].evidence in _GUESSES)
+    rounds = use.collectives or (base.collectives if base is not None else {})
     kinds = [d.kind for d in (use, base) if d is not None and d.kind is not None]
     duplex = [d.duplex for d in (use, base) if d is not None and d.duplex is not None]
     name = label or use.profile or where
@@ -169,6 +172,10 @@ def resolve_link(
         latency=found.get("latency", 0.0),
         curve=tuple((p.size, p.fraction) for p in points),
         flow_cap=found.get("flow_cap", 0.0),
+        collectives={
+            kind: (r.latency.value, tuple((p.size, p.fraction) for p in r.curve))
+            for kind, r in rounds.items()
+        },
         price_per_byte=found.get("price", 0.0),
         kind=kinds[0] if kinds else role,
         half_duplex=bool(duplex) and duplex[0] == "half",

@@ -13,13 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sim.errors import InputError
-from sim.hardware.machine import Curve, Link, Machine, Node, Path
+from sim.hardware.machine import Curve, Link, Machine, Node, Path, Rounds
 
-__all__ = ["curve_factor", "island_routes", "path", "route_key", "transfer_time"]
+__all__ = [
+    "curve_factor", "in_collective", "island_routes", "path", "route_key", "transfer_time"
+]  # fmt: skip
 
 _HOP_S = 1e-12
 """[s] added per link in the route search only, so that equal latencies prefer fewer links."""
@@ -81,6 +84,14 @@ def curve_factor(curve: Curve, nbytes: ArrayLike) -> NDArray[np.float64]:
     points = np.log(np.array(curve, dtype=np.float64))
     logs = np.log(np.maximum(sizes, curve[0][0]))
     return np.asarray(np.exp(np.interp(logs, points[:, 0], points[:, 1])), dtype=np.float64)
+
+
+def in_collective(route: Path, kind: str) -> Path:
+    """Return the path as messages of this collective see it: with its own latency and curve."""
+    found = route.collectives.get(kind)
+    if found is None:
+        return route
+    return msgspec.structs.replace(route, latency=found[0], curve=found[1], collectives={})
 
 
 def transfer_time(route: Path, nbytes: float) -> float:
@@ -230,17 +241,24 @@ def _nic(node: Node, nic: int) -> tuple[int, int]:
 def _along(machine: Machine, links: tuple[int, ...], caps: Sequence[float] = ()) -> Path:
     latency, price, rate = 0.0, 0.0, math.inf
     curve: Curve = ()
+    rounds: Rounds = {}
     for index in links:
         link = machine.links[index]
         latency += link.latency
         price += link.price_per_byte
         reached = min(link.rate, link.flow_cap) if link.flow_cap else link.rate
         if reached < rate or (reached == rate and not curve):
-            rate, curve = reached, link.curve
+            rate, curve, rounds = reached, link.curve, link.collectives
+    known = [machine.links[i].collectives for i in links]
     return Path(
         links=links,
         latency=latency,
         rate=min((rate, *caps)),
         curve=curve,
         price_per_byte=price,
+        collectives={
+            kind: (sum(each[kind][0] for each in known), own)
+            for kind, (_, own) in rounds.items()
+            if all(kind in each for each in known)
+        },
     )

@@ -77,7 +77,11 @@ def stated_numbers(doc: Doc, prefix: str = "") -> Iterator[tuple[str, Stated]]:
         elif isinstance(value, Doc):
             yield from stated_numbers(value, key + ".")
         elif isinstance(value, dict):
-            yield from ((f"{key}.{k}", v) for k, v in value.items() if isinstance(v, Stated))
+            for k, v in value.items():
+                if isinstance(v, Stated):
+                    yield f"{key}.{k}", v
+                elif isinstance(v, Doc):
+                    yield from stated_numbers(v, f"{key}.{k}.")
 
 
 def plain_keys(doc: Doc, prefix: str = "", *, written: bool = False) -> Iterator[str]:
@@ -92,6 +96,10 @@ def plain_keys(doc: Doc, prefix: str = "", *, written: bool = False) -> Iterator
         value: Any = getattr(doc, name)
         if isinstance(value, Doc) and not isinstance(value, Stated):
             yield from plain_keys(value, f"{prefix}{name}.", written=written)
+        elif isinstance(value, dict):
+            for k, v in value.items():
+                if isinstance(v, Doc) and not isinstance(v, Stated):
+                    yield from plain_keys(v, f"{prefix}{name}.{k}.", written=written)
         elif (
             (isinstance(value, int) and not isinstance(value, bool))
             or (name in ("curve", "affinity") and value)

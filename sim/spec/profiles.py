@@ -41,6 +41,7 @@ __all__ = [
     "NodeNumbers",
     "NvmeDoc",
     "PcieDoc",
+    "RoundDoc",
 ]
 
 Duplex = Literal["full", "half"]
@@ -57,6 +58,7 @@ class AcceleratorNumbers(Doc):
     gemm_half: StatedFactor | None = None
     attention_efficiency: StatedFraction | None = None
     memory_efficiency: StatedFraction | None = None
+    optimizer_efficiency: StatedFraction | None = None
     kernel_overhead: StatedSeconds | None = None
     compute_slowdown: StatedFactor | None = None
     comm_slowdown: StatedFactor | None = None
@@ -67,7 +69,11 @@ class AcceleratorNumbers(Doc):
     calibrated: bool | None = None
 
     @field_validator(
-        "gemm_efficiency", "attention_efficiency", "memory_efficiency", "allocator_gap"
+        "gemm_efficiency",
+        "attention_efficiency",
+        "memory_efficiency",
+        "optimizer_efficiency",
+        "allocator_gap",
     )
     @classmethod
     def _at_most_one(cls, number: Stated | None) -> Stated | None:
@@ -115,6 +121,31 @@ class CurvePoint(Doc):
     fraction: Fraction = Field(gt=0, le=1)
 
 
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+
+
+def _growing(curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
+    sizes = [point.size for point in curve]
+    if sizes != sorted(set(sizes)):
+        raise PydanticCustomError(
+            "curve", "sizes do not grow", {"expected": "points in strictly growing size"}
+        )
+    return curve
+
+
+class RoundDoc(Doc):
+    """One message of a collective between neighbours, where it differs from a message alone.
+
+    Args:
+        latency: [s] per message and port. curve: reached share of the link's rate by message size.
+    """
+
+    latency: StatedSeconds
+    curve: tuple[CurvePoint, ...] = Field(min_length=1)
+
+    _sorted = field_validator("curve")(_growing)
+
+
 class LinkNumbers(Doc):
     """The numbers of a link, all optional: what a cluster file may override.
 
@@ -123,6 +154,7 @@ class LinkNumbers(Doc):
         curve: reached share of the rate by message size.
         flow_cap: [B/s] most that one flow gets. price: [USD/B] egress.
         duplex: "half" when both directions share the rate. kind: what it is.
+        collectives: of those whose messages differ from one alone.
     """
 
     rate: StatedRate | None = None
@@ -132,16 +164,9 @@ class LinkNumbers(Doc):
     price: StatedPricePerByte | None = None
     duplex: Duplex | None = None
     kind: LinkKind | None = None
+    collectives: dict[Collective, RoundDoc] = {}
 
-    @field_validator("curve")
-    @classmethod
-    def _sorted(cls, curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
-        sizes = [point.size for point in curve]
-        if sizes != sorted(set(sizes)):
-            raise PydanticCustomError(
-                "curve", "sizes do not grow", {"expected": "points in strictly growing size"}
-            )
-        return curve
+    _sorted = field_validator("curve")(_growing)
 
 
 class LinkDoc(Origin, LinkNumbers):
