@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from real_runtime.errors import RunError
+from real_runtime.probe.layers import corrected
 from real_runtime.probe.records import Record, select, spread
+from sim.hardware.machine import Accelerator
 from sim.interop.link_records import Transfer, alone_curve, member_transfer
 
 __all__ = ["Chip", "Number", "Round", "Wire", "fit_chip", "fit_wire"]
@@ -89,6 +91,7 @@ def fit_chip(records: Sequence[Record]) -> Chip:
 
     The rate of a dtype is that of a product of endless size; the peak is the largest of it and of
     the best shape measured, in all dtypes by the same factor, since a profile has one efficiency.
+    Whole layers then correct what single kernels gave (real_runtime.probe.layers).
 
     Raises:
         RunError: a measurement is missing.
@@ -105,7 +108,7 @@ def fit_chip(records: Sequence[Record]) -> Chip:
     cores = select(records, "attention")
     core_rates = [r.sizes["flops"] / r.median / peaks[r.name].value for r in cores]
     compute, comm = _slowdowns(records)
-    return Chip(
+    chip = Chip(
         peaks=peaks,
         gemm_efficiency=Number(share, residual, n, "fitted with the peaks"),
         gemm_half=Number(half, residual, n, "fitted to products of several shapes"),
@@ -118,13 +121,54 @@ def fit_chip(records: Sequence[Record]) -> Chip:
         comm_slowdown=comm,
         dispatch=dispatch,
     )
+    return _in_layers(chip, records)
+
+
+def _in_layers(chip: Chip, records: Sequence[Record]) -> Chip:
+    """The same chip with what whole layers say of some of its numbers; shares stay below 1."""
+    alone = Accelerator(
+        name="", memory_bytes=1.0, memory_bytes_per_s=chip.memory_bandwidth.value,
+        peak_flops_per_s={dtype: peak.value for dtype, peak in chip.peaks.items()},
+        gemm_efficiency=chip.gemm_efficiency.value, gemm_half=chip.gemm_half.value,
+        attention_efficiency=chip.attention_efficiency.value,
+        memory_efficiency=chip.memory_efficiency.value,
+        kernel_overhead_s=chip.kernel_overhead.value,
+    )  # fmt: skip
+    c = corrected(alone, records)
+    if not c.count:
+        return chip
+    gemm, memory = alone.gemm_efficiency * c.gemm, alone.memory_efficiency * c.memory
+    core = alone.attention_efficiency * c.attention
+    peak, rate = max(gemm, core, 1.0), max(memory, 1.0)
+
+    def of(before: Number, value: float, factor: float) -> Number:
+        how = f"{before.how}; {factor:.3g} times that in whole layers"
+        return Number(value, c.residual, c.count, how)
+
+    bandwidth = chip.memory_bandwidth
+    if rate > 1.0:
+        bandwidth = of(bandwidth, bandwidth.value * rate, rate)
+    return msgspec.structs.replace(
+        chip,
+        peaks={
+            dtype: of(n, n.value * peak, peak) if peak > 1.0 else n
+            for dtype, n in chip.peaks.items()
+        },
+        gemm_efficiency=of(chip.gemm_efficiency, gemm / peak, c.gemm),
+        attention_efficiency=of(chip.attention_efficiency, core / peak, c.attention),
+        memory_bandwidth=bandwidth,
+        memory_efficiency=of(chip.memory_efficiency, memory / rate, c.memory),
+        optimizer_efficiency=msgspec.structs.replace(
+            chip.optimizer_efficiency, value=chip.optimizer_efficiency.value / rate
+        ),
+        kernel_overhead=of(
+            chip.kernel_overhead, chip.kernel_overhead.value * c.overhead, c.overhead
+        ),
+    )
 
 
 def fit_wire(records: Sequence[Record], ranks: int) -> Wire:
-    """Return the numbers of the link between two ranks.
-
-    Transfers and every collective have a latency and a curve of their own, since a round of an
-    all-reduce also adds and the library runs each otherwise (sim.interop.link_records.alone_curve).
+    """Return the numbers of the link between two ranks, transfers and each collective apart.
 
     Args:
         records: of the probe. ranks: that took part in its collectives.

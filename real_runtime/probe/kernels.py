@@ -16,17 +16,17 @@ from real_runtime.model.decoder import Decoder
 from real_runtime.model.parallel import TensorParallel
 from real_runtime.model.parameters import block_specs, initial
 from real_runtime.model.weights import Deferral, Weight
+from real_runtime.probe.layers import layer_config
 from real_runtime.probe.records import ProbeSettings, Record
 
 __all__ = ["TORCH_DTYPES", "Meter", "kernels"]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAYERS = 2
 COUNTED = 24.0
 """[B] per parameter of an AdamW step with fp32 states."""
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
-    "num_hidden_layers": LAYERS, "vocab_size": 16, "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 2, "vocab_size": 16, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 8, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 """A model whose work is nothing beside what starting it costs."""
@@ -84,6 +84,7 @@ def kernels(meter: Meter, settings: ProbeSettings, dtypes: tuple[str, ...]) -> I
     """Yield the record of every kernel, the small ones first."""
     yield _dispatch(meter)
     yield from _blocks(meter)
+    yield from _layers(meter, settings, dtypes[0])
     yield from _elementwise(meter, settings)
     yield from _attention(meter, settings, dtypes[0])
     for dtype in dtypes:
@@ -165,18 +166,45 @@ def _attention(meter: Meter, settings: ProbeSettings, dtype: str) -> Iterator[Re
 
 def _blocks(meter: Meter) -> Iterator[Record]:
     """Forward and backward of a model so small that what is left is the cost per pass."""
-    config, device = read_config(TINY), meter.device
-    kinds = tuple((kind, layer) for layer in range(LAYERS) for kind in ("attention", "mlp"))
+    forward, both, blocks = _stack(meter.device, TINY, (4, 1), torch.float32)
+    # A block has a forward pass, and an input and a weight gradient.
+    yield meter.record("block", "forward", {"passes": blocks}, forward)
+    yield meter.record("block", "both", {"passes": 3 * blocks}, both)
+
+
+def _layers(meter: Meter, settings: ProbeSettings, dtype: str) -> Iterator[Record]:
+    """Forward, and forward with backward, of stacks of layers; never the same weights twice."""
+    for hidden, ffn, heads, batch, length in settings.layers:
+        forward, both, _ = _stack(
+            meter.device, layer_config(hidden, ffn, heads, length), (length, batch),
+            TORCH_DTYPES[dtype],
+        )  # fmt: skip
+        names = ("hidden", "ffn", "heads", "batch", "length")
+        sizes = dict(zip(names, map(float, (hidden, ffn, heads, batch, length)), strict=True))
+        yield meter.record("layer", f"{dtype} forward", sizes, forward)
+        yield meter.record("layer", f"{dtype} both", sizes, both)
+
+
+def _stack(
+    device: torch.device, document: dict[str, Any], rows: tuple[int, int], dtype: torch.dtype
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None], int]:
+    """Forward, forward with backward, and blocks of a decoder's layers."""
+    config = read_config(document)
+    kinds = tuple(
+        (kind, layer) for layer in range(config.shape.num_layers) for kind in ("attention", "mlp")
+    )
     weights = {
         spec.name: Weight(
-            spec, initial(spec, 0.02, 0).to(device), torch.zeros(spec.padded, device=device)
+            spec,
+            initial(spec, 0.02, 0).to(device, dtype),
+            torch.zeros(spec.padded, device=device),
         )
         for kind, layer in kinds
         for spec in block_specs(config, kind, layer, 16, False)
     }
     decoder = Decoder(config, kinds, weights, TensorParallel(), Deferral())
     anchor = torch.zeros((), requires_grad=True, device=device)
-    x = torch.randn(4, 1, 16, device=device, requires_grad=True)
+    x = torch.randn(*rows, config.shape.hidden, device=device, dtype=dtype, requires_grad=True)
 
     def forward() -> torch.Tensor:
         return decoder.forward(x, None, anchor)
@@ -185,6 +213,4 @@ def _blocks(meter: Meter) -> Iterator[Record]:
         y = forward()
         torch.autograd.backward(y, torch.ones_like(y))
 
-    # A block has a forward pass, and an input and a weight gradient.
-    yield meter.record("block", "forward", {"passes": len(kinds)}, forward)
-    yield meter.record("block", "both", {"passes": 3 * len(kinds)}, both)
+    return forward, both, len(kinds)

@@ -18,8 +18,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One measured time.
 
     Args:
-        what: "gemm", "copy", "elementwise", "attention", "block", "dispatch", "ping", "collective",
-            "overlap" or "host_copy". name: which of its kind, e.g. a dtype or a collective.
+        what: "gemm", "copy", "elementwise", "attention", "block", "layer", "dispatch", "ping",
+            "collective", "overlap" or "host_copy". name: which of its kind, e.g. a dtype.
         sizes: numbers that say how much, e.g. m, n, k or nbytes [B].
         median, low, high: [s] median and quartiles over ``repeats`` repeats.
     """
@@ -64,6 +64,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
         dtypes: of the products; () for those the device has.
         elements: of the tensors that elementwise work and copies cross.
         cores: (batch, heads, sequence length, head size) of the attention cores.
+        layers: (hidden, ffn, heads, batch, sequence length) of whole layers.
         messages: [B] of transfers and collectives.
         heaviest: [FLOP] of the largest product on a processor; larger shapes are left out.
     """
@@ -81,13 +82,18 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[tuple[int, int, int, int], ...] = (
         (4, 4, 64, 32), (2, 8, 256, 64), (1, 8, 512, 64),
     )  # fmt: skip
+    layers: tuple[tuple[int, int, int, int, int], ...] = (
+        (128, 352, 4, 8, 64), (192, 512, 6, 2, 256), (384, 1024, 6, 2, 64), (384, 1024, 6, 4, 128),
+        (512, 1376, 8, 1, 256),
+    )  # fmt: skip
     messages: tuple[int, ...] = tuple(4**i for i in range(1, 14))
     heaviest: float = 2e9
 
 
 QUICK = ProbeSettings(
     repeats=MIN_REPEATS, floor=5e-4, tokens=(32, 256), weights=((128, 128), (512, 256)),
-    elements=(1 << 15, 1 << 20), cores=((2, 4, 64, 32),), messages=(4, 1 << 12, 1 << 16, 1 << 20),
+    elements=(1 << 15, 1 << 20), cores=((2, 4, 64, 32),),
+    layers=((128, 352, 4, 4, 64), (192, 512, 6, 2, 128)), messages=(4, 1 << 12, 1 << 16, 1 << 20),
 )  # fmt: skip
 """A first idea in seconds."""
 
