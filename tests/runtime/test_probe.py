@@ -240,7 +240,7 @@ def test_a_probed_machine_is_planned_for(tmp_path: Path) -> None:
     kinds = {r["what"] for r in said["records"]}
     assert kinds == {
         "ping", "collective", "overlap", "dispatch", "block", "copy", "elementwise", "attention",
-        "gemm",
+        "gemm", "layer",
     }  # fmt: skip
     assert all(r["median"] > 0 and r["repeats"] >= 7 for r in said["records"])
     assert all(r["low"] <= r["median"] <= r["high"] for r in said["records"] if r["what"] == "ping")
