@@ -1,80 +1,57 @@
-"""Checkpoints that any plan of the same training goes on from: whole or not at all.
+"""The state of a training as checkpoints hold it: what a rank gives to one, and takes from one.
 
-Every element of every parameter and of its moments is written once, by the rank whose copy counts
-towards the gradient norm, into that rank's own safetensors file; the index says which run of which
+Every element of every parameter and of its moments is stored once, by the rank whose copy counts
+towards the gradient norm, in that rank's own safetensors file; the index says which run of which
 tensor lies where. A rank that loads puts each whole tensor together, one at a time, and keeps its
 part, so tp, pp, dp, ZeRO-1, ep, recomputation and schedule may all be others than before. On the
 same plan a run goes on bit for bit. There is no random state to keep: weights and data order follow
 from the seed, the data position from the steps done, and no op draws numbers.
 
-A checkpoint is written beside its final name, every file is synced, and the folder is renamed once
-the index lies in it: a crash at any moment leaves the older checkpoints as they were. With replicas
-of unlike tp under ZeRO-1, a weight that every tp rank keeps is stored from the first of them.
+With replicas of unlike tp under ZeRO-1, a weight that every tp rank keeps is stored from the first
+of them. How checkpoints get to disk is ``real_runtime.checkpoint_save``'s.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from real_runtime.buckets import cut
+from real_runtime.devices import synchronize
 from real_runtime.executor import Executor
 from real_runtime.model.parameters import ParameterSpec, shard_of
-from real_runtime.resume import (
-    INDEX,
-    Index,
-    Piece,
-    Stored,
-    StoredFile,
-    check_complete,
-    complete,
-    digest_of,
-    read_index,
-    run_of,
-    seal,
-)
-from real_runtime.settings import RunSettings
+from real_runtime.resume import INDEX, Index, Piece, Stored, read_index
 from real_runtime.update import Part
 from sim.errors import InputError
 
-__all__ = ["load", "save"]
-
-Written = tuple[str, StoredFile | None, dict[str, Stored]]
-"""What a rank says about its file: name, digest, parameters with its pieces."""
+__all__ = ["Snapshot", "load", "snapshot"]
 
 
-def save(executor: Executor, settings: RunSettings, folder: Path, done: int, keep: int) -> None:
-    """Write a checkpoint after ``done`` steps and drop all but the last ``keep``.
+class Snapshot:
+    """What one rank stores after a step: copies in host memory.
 
-    Every rank calls this at the same point.
+    Attributes:
+        file: name of the rank's file. steps: done. tensors: key in the file -> copy.
+        parameters: by name, with the pieces in this file.
     """
-    target = folder / f"step-{done:08d}"
-    beside = target.with_suffix(".part")
-    first = executor.program.rank == 0
-    if first:
-        for left in (*folder.glob("step-*.part"), *folder.glob("step-*.old")):
-            shutil.rmtree(left)
-        beside.mkdir(parents=True)
-    _gather(executor, None)
-    said = _gather(executor, _write(executor, beside, done))
-    if first:
-        _finish(executor, settings, said, beside, done)
-        _put(beside, target)
-        _drop(folder, done, keep)
-    _gather(executor, None)
+
+    def __init__(
+        self, file: str, steps: int, tensors: dict[str, torch.Tensor], parameters: dict[str, Stored]
+    ) -> None:
+        self.file, self.steps, self.tensors, self.parameters = file, steps, tensors, parameters
 
 
-def _write(executor: Executor, beside: Path, done: int) -> Written:
-    """Write this rank's file."""
-    from safetensors.torch import save_file
+def snapshot(executor: Executor, done: int, buffers: dict[str, torch.Tensor]) -> Snapshot:
+    """Copy what this rank stores after ``done`` steps.
 
+    Args:
+        executor: of the rank, between two steps. done: steps.
+        buffers: key -> copy of an earlier snapshot that is no longer needed; filled anew.
+    """
     name = f"rank-{executor.program.rank:05d}.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
@@ -86,13 +63,14 @@ def _write(executor: Executor, beside: Path, done: int) -> Written:
         shard, shards = _place(executor, part)
         for state, value in _states(optimizer, part, done).items():
             key = f"{state}/{part.name}/{shard}.{shards}.{part.first}"
-            tensors[key] = value.detach().contiguous()
+            tensors[key] = _copied(value, buffers, key)
             pieces[part.name][state].append(
                 Piece(
                     file=name, key=key, shard=shard, shards=shards, first=part.first,
                     count=value.numel(),
                 )
             )  # fmt: skip
+    synchronize(executor.device)
     stored = {
         n: Stored(
             shape=s.shape, padded=s.padded, split=-1 if s.split is None else s.split,
@@ -100,55 +78,16 @@ def _write(executor: Executor, beside: Path, done: int) -> Written:
         )
         for n, s in specs.items()
     }  # fmt: skip
-    if not tensors:
-        return name, None, {}
-    save_file(tensors, beside / name)
-    _sync(beside / name)
-    return name, digest_of(beside / name), stored
+    return Snapshot(name, done, tensors, stored)
 
 
-def _finish(
-    executor: Executor, settings: RunSettings, said: list[Written], beside: Path, done: int
-) -> None:
-    """Write the index of all ranks' files."""
-    merged: dict[str, Stored] = {}
-    for _, _, parameters in said:
-        for name, stored in parameters.items():
-            before = merged[name].pieces if name in merged else {}
-            both = {s: before.get(s, ()) + p for s, p in stored.pieces.items()}
-            merged[name] = Stored(
-                shape=stored.shape, padded=stored.padded, split=stored.split, pieces=both
-            )
-    index = Index(
-        steps=done,
-        plan_hash=executor.plan.hash,
-        run=run_of(executor.plan, settings),
-        files={name: file for name, file, _ in said if file is not None},
-        parameters=merged,
-    )
-    check_complete(index, str(beside))
-    (beside / INDEX).write_bytes(seal(index))
-    _sync(beside / INDEX)
-    _sync(beside)
-
-
-def _put(beside: Path, target: Path) -> None:
-    """Give a written checkpoint its name; one of that name is moved away before it is dropped."""
-    old = target.with_suffix(".old")
-    if target.exists():
-        target.rename(old)
-    beside.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _drop(folder: Path, done: int, keep: int) -> None:
-    """Drop old checkpoints, and newer ones, which this run refused when it went on."""
-    found = complete(folder)
-    kept = [p for p in found if int(p.name[5:]) <= done][-keep:]
-    for other in found:
-        if other not in kept:
-            shutil.rmtree(other)
+def _copied(value: torch.Tensor, buffers: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """A copy in host memory; on an accelerator it is complete after ``synchronize``."""
+    if key not in buffers:
+        buffers[key] = torch.empty(
+            value.shape, dtype=value.dtype, pin_memory=value.device.type != "cpu"
+        )
+    return buffers[key].copy_(value.detach(), non_blocking=True)
 
 
 def load(executor: Executor, checkpoint: Path) -> int:
@@ -271,23 +210,3 @@ def _states(optimizer: torch.optim.Optimizer, part: Part, done: int) -> dict[str
         elif isinstance(value, torch.Tensor):
             found[name] = value
     return found
-
-
-def _sync(path: Path) -> None:
-    """Make sure that a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _gather(executor: Executor, mine: Any) -> list[Any]:
-    """Every rank's value on every rank of the run; also a barrier."""
-    world = executor.groups.of("world")
-    if not world:
-        return [mine]
-    group = executor.groups.handle(world[0])
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    return said

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["backend_of", "local_device", "pairs_need_groups", "synchronize"]
+__all__ = ["backend_of", "local_device", "pairs_need_groups", "peak_memory", "synchronize"]
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -41,3 +44,12 @@ def synchronize(device: torch.device) -> None:
     """Wait for what the device has been given; on a processor nothing is ever outstanding."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the most memory [B] this process has used: allocated on its device, or resident."""
+    if device.type != "cpu":
+        return float(torch.accelerator.max_memory_allocated(device))
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

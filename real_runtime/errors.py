@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.errors import HetlabError, InputError
 
-__all__ = ["RunError", "UnsupportedPlanError"]
+__all__ = ["CheckpointError", "RunError", "UnsupportedPlanError"]
 
 
 class UnsupportedPlanError(InputError):
@@ -13,3 +13,7 @@ class UnsupportedPlanError(InputError):
 
 class RunError(HetlabError):
     """A rank failed, or waited longer than the deadline; says which rank and in which op."""
+
+
+class CheckpointError(HetlabError):
+    """A checkpoint could not be written; says after which step and why."""

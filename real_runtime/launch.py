@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 
 from real_runtime.errors import RunError
+from real_runtime.run_log import SAY, SCALARS
 from real_runtime.settings import RunSettings
 from sim.errors import HetlabError, InputError, StoppedError
 
 __all__ = ["command_line", "launch", "prepare"]
 
-SAY, FAIL = "hetlab> ", "hetlab! "
-"""Heads of a rank's lines: for people, and that it has failed."""
+FAIL = "hetlab! "
+"""Head of the line of a rank that has failed."""
 GRACE = 5.0
 """[s] that the other ranks get to end after one has failed."""
 
@@ -75,6 +76,8 @@ def prepare(settings: RunSettings, again: bool = False) -> Path:
     kept = again or bool(settings.resume)
     for name in ("events.jsonl", "spans.npz", "launch.log")[kept:]:
         (folder / name).unlink(missing_ok=True)
+    if not kept:
+        shutil.rmtree(folder / SCALARS, ignore_errors=True)
     (folder / "run.json").write_bytes(msgspec.json.encode(settings))
     return folder
 

@@ -1,8 +1,9 @@
 """What a checkpoint holds, whether it is whole, and which one a run goes on from.
 
 Imports no torch. The index is JSON and tensors are safetensors, so reading a checkpoint never runs
-code from it. (torch.distributed.checkpoint keeps its metadata as a pickle, and a ZeRO share is no
-box of a tensor, as its format wants.)
+code from it. (torch.distributed.checkpoint, as of 2.13, keeps the index of its own format as a
+pickle; in that and in its safetensors format a stored piece is a box of a tensor, and a ZeRO share
+is none.)
 """
 
 from __future__ import annotations

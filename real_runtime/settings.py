@@ -46,6 +46,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
         resume: folder of the checkpoint to go on from, "" to begin.
         preflight: compare the ranks before weights are loaded.
+        tensorboard: also write scalars for TensorBoard.
         own_pairs: a process group for every directed rank pair also where none is needed.
         recipe: see there.
     """
@@ -65,6 +66,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep: int = 2
     resume: str = ""
     preflight: bool = True
+    tensorboard: bool = False
     own_pairs: bool = False
     recipe: Recipe = Recipe()
 

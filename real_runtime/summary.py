@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from real_runtime.run_log import mfu_at
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.spans import Spans
@@ -40,6 +41,7 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
     middle, slow = np.percentile(seconds, [50, 95]).tolist()
     simulated = spans_of_run(simulate(plan, problem, steps=1 if plan.barrier else 8))
     tokens = plan.mathematics.global_batch * plan.mathematics.sequence_length
+    ideal = mfu_at(plan, problem)
     return {
         "plan_hash": start["plan_hash"],
         "spec_hash": start["spec_hash"],
@@ -56,6 +58,8 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "step_time_s": middle,
         "step_time_p95_s": slow,
         "tokens_per_s": tokens / middle,
+        "mfu": ideal / middle if ideal is not None else None,
+        "memory_bytes": events[-1].get("memory_bytes", []),
         "bubble_fraction": _idle(last_steps(folder, SHOWN)),
         "simulated_step_time_s": pace_of(simulated, barrier=plan.barrier).step_time_s,
         "simulated_bubble_fraction": _idle(simulated),
@@ -97,11 +101,23 @@ def _idle(spans: Spans) -> float:
     return float(1 - np.average(busy.compute_s, weights=busy.weight) / busy.makespan_s)
 
 
+def _mfu(d: dict[str, Any], plan: Plan) -> str:
+    if d["mfu"] is None:
+        return ""
+    return f", MFU {d['mfu']:.1%} of the plan's {plan.mathematics.dtype} peaks"
+
+
+def _counted(d: dict[str, Any]) -> str:
+    """What counts as memory."""
+    return "resident in its process" if d["device"] == "cpu" else "allocated on its device"
+
+
 def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
     """Print a document, and the timeline of the run's last step."""
     from sim.report.text_gantt import text_gantt
 
     step, simulated = d["step_time_s"], d["simulated_step_time_s"]
+    used = f"{max(d['memory_bytes'], default=0.0) / 2**30:.2f} GiB at most on a rank"
     rows = (
         ("loss", f"{d['first_loss']:.4f} -> {d['last_loss']:.4f} in {d['steps']} steps"),
         (
@@ -109,13 +125,14 @@ def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
             f"{step * 1e3:,.1f} ms median, {d['step_time_p95_s'] * 1e3:,.1f} ms p95, first step "
             f"left out; simulated {simulated * 1e3:,.1f} ms ({simulated / step - 1:+.0%})",
         ),
-        ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s"),
+        ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s{_mfu(d, plan)}"),
         (
             "bubble",
             f"{d['bubble_fraction']:.1%} of compute time is idle; "
             f"simulated {d['simulated_bubble_fraction']:.1%}",
         ),
         ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}"),
+        ("memory", f"{used}, {_counted(d)}"),
         ("written to", f"{d['out']}: events.jsonl, spans.npz"),
     )
     for name, text in rows:

@@ -19,48 +19,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from real_runtime.checkpoint import load, save
-from real_runtime.devices import backend_of, local_device
+from real_runtime.checkpoint import load
+from real_runtime.checkpoint_save import Saver
+from real_runtime.devices import backend_of, local_device, peak_memory
 from real_runtime.errors import RunError
-from real_runtime.executor import Executor, StepResult
-from real_runtime.launch import FAIL, SAY
+from real_runtime.executor import Executor
+from real_runtime.launch import FAIL
 from real_runtime.places import identity
 from real_runtime.preflight import PreflightError
 from real_runtime.preflight_rank import preflight
 from real_runtime.rank import make_executor
 from real_runtime.record import join
+from real_runtime.run_log import RunLog
 from real_runtime.settings import RunSettings
 from real_runtime.weight_files import StoredWeights, save_weights
 from sim.errors import HetlabError
 from sim.plan.io import load_plan
+from sim.problem import problem_from_documents
 
-__all__ = ["EVENTS", "SETTINGS", "SPANS", "main"]
+__all__ = ["SETTINGS", "SPANS", "main"]
 
-SETTINGS, EVENTS, SPANS, CHECKPOINTS = "run.json", "events.jsonl", "spans.npz", "checkpoints"
+SETTINGS, SPANS, CHECKPOINTS = "run.json", "spans.npz", "checkpoints"
 """What a run's folder holds."""
-
-
-class Events:
-    """The run's log: one JSON object a line, from rank 0."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self._file = path.open("a") if rank == 0 else None
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append an event."""
-        if self._file is not None:
-            self._file.write(json.dumps({"event": event, "unix_s": time.time(), **fields}) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def say(text: str) -> None:
-    """Print a line for people."""
-    print(SAY + text, file=sys.stderr, flush=True)  # noqa: T201 - the launcher reads this
 
 
 def _store(rank: int, size: int, deadline: float) -> Store:
@@ -99,70 +79,73 @@ def run(folder: Path) -> None:
         notes = preflight(apart, plan, settings, rank, size, device).notes
     with _world(store, rank, size, settings.deadline, device):
         values = StoredWeights(settings.weights) if settings.weights else None
-        executor = make_executor(plan, settings, rank, device, values=values)
+        problem = problem_from_documents(plan.problem)
+        executor = make_executor(plan, settings, rank, device, problem, values)
         assert executor is not None
         world = executor.groups.of("world")
         group = executor.groups.handle(world[0]) if world else None
         executor.recorder.align(group)
-        events = Events(folder / EVENTS, rank)
-        events.write(
+        log = RunLog(folder, rank, plan, problem, settings.steps, settings.tensorboard)
+        log.write(
             "start", plan_hash=plan.hash, spec_hash=plan.problem_hash, seed=settings.seed,
             version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
             steps=settings.steps,
         )  # fmt: skip
-        for note in notes if rank == 0 else ():
-            events.write("note", text=note)
-            say(note)
-        _train(executor, settings, events, folder)
-        _finish(executor, settings, folder, group)
-        events.write("end", steps=settings.steps)
-        events.close()
+        for note in notes:
+            log.write("note", text=note)
+            log.say(note)
+        _train(executor, settings, log, folder, store)
+        memory = _finish(executor, settings, folder, group)
+        log.write("end", steps=settings.steps, memory_bytes=memory)
+        log.close()
 
 
-def _train(executor: Executor, settings: RunSettings, events: Events, folder: Path) -> None:
-    math = executor.plan.mathematics
-    tokens = math.global_batch * math.sequence_length
-    shown, first, every = 0.0, 0, settings.checkpoint_every
+def _train(
+    executor: Executor, settings: RunSettings, log: RunLog, folder: Path, store: Store
+) -> None:
+    first, every = 0, settings.checkpoint_every
     if settings.resume:
         first = load(executor, Path(settings.resume))
-        events.write("resume", step=first, checkpoint=Path(settings.resume).name)
+        log.write("resume", step=first, checkpoint=Path(settings.resume).name)
+    saver = Saver(executor, settings, folder / CHECKPOINTS, store) if every else None
     for step in range(first, settings.steps):
         result = executor.run_step(step)
-        rate = tokens / result.seconds
-        events.write(
-            "step", step=step, loss=result.loss, grad_norm=result.norm, learning_rate=result.rate,
-            seconds=result.seconds, tokens_per_s=rate,
-        )  # fmt: skip
-        now = time.monotonic()
-        if executor.program.rank == 0 and (now - shown > 1.0 or step == settings.steps - 1):
-            shown = now
-            say(_line(step, settings.steps, result, rate))
-        if every and (step + 1) % every == 0:
-            save(executor, settings, folder / CHECKPOINTS, step + 1, settings.keep)
-            events.write("checkpoint", step=step + 1)
+        log.step(step, result, peak_memory(executor.device))
+        if saver is not None:
+            _checkpoint(saver, step + 1, settings, log)
 
 
-def _line(step: int, steps: int, result: StepResult, rate: float) -> str:
-    return (
-        f"step {step + 1}/{steps}  loss {result.loss:.4f}  norm {result.norm:.3g}  "
-        f"{rate:,.0f} tokens/s  {result.seconds * 1e3:,.0f} ms"
-    )
+def _checkpoint(saver: Saver, done: int, settings: RunSettings, log: RunLog) -> None:
+    """Begin a checkpoint where one is due, and log those that are complete."""
+    if done % settings.checkpoint_every == 0:
+        begun = saver.begin(done)
+        log.write("checkpoint_begun", step=done, copy_s=begun.copy_s, waited_s=begun.waited_s)
+        if begun.waited_for:
+            log.say(
+                f"the checkpoint after step {done} waited {begun.waited_s:.1f} s for the one "
+                f"after step {begun.waited_for}"
+            )
+    for saved in saver.finish() if done == settings.steps else saver.check():
+        log.write("checkpoint", step=saved.steps, seconds=saved.seconds)
 
 
 def _finish(
     executor: Executor, settings: RunSettings, folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    """Write spans and weights."""
+) -> list[float]:
+    """Write spans and weights; return the memory [B] that each rank has used at most."""
     itemsize = torch.empty((), dtype=executor.boundaries.dtype).element_size()
     rows = executor.recorder.rows(executor.plan, executor.program, executor.groups.wiring, itemsize)
+    memory = [peak_memory(executor.device)]
     if group is not None:
-        all_rows: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(all_rows, rows, group=group)
-        rows = [row for part in all_rows for row in part]
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, (rows, memory), group=group)
+        rows = [row for part, _ in said for row in part]
+        memory = [used for _, part in said for used in part]
     if executor.program.rank == 0:
         join(rows, executor.plan.name or executor.plan.hash).save(folder / SPANS)
     if settings.save:
         save_weights(executor, folder / "weights")
+    return memory
 
 
 def main(folder: str) -> int:

@@ -51,7 +51,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def save_and_die(folder: Path, points: int) -> list[tuple[int, Path]]:
-    """Go on from step 2 and train one step, and end a process at each moment of saving it.
+    """Go on from step 2, save step 3 while step 4 is trained, and die at each moment of saving.
 
     Args:
         folder: of checkpoints; each process works on a copy of it beside it.
@@ -62,14 +62,15 @@ def save_and_die(folder: Path, points: int) -> list[tuple[int, Path]]:
     """
     import torch
 
-    from real_runtime import checkpoint
+    from real_runtime.checkpoint import load
+    from real_runtime.checkpoint_save import Saver
     from real_runtime.rank import make_executor
 
     torch.set_num_threads(1)
     plan, settings = pickle.loads((folder.parent / "case.pickle").read_bytes())
     executor = make_executor(plan, settings, 0, torch.device("cpu"))
     assert executor is not None
-    checkpoint.load(executor, folder / "step-00000002")
+    load(executor, folder / "step-00000002")
     executor.run_step(2)
     found = []
     for point in range(points):
@@ -78,7 +79,10 @@ def save_and_die(folder: Path, points: int) -> list[tuple[int, Path]]:
         child = os.fork()
         if not child:
             _die_after(point)
-            checkpoint.save(executor, settings, copy, 3, 2)
+            saver = Saver(executor, settings, copy, None)
+            saver.begin(3)
+            executor.run_step(3)
+            saver.finish()
             os._exit(0)
         found.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), copy))
     return found
@@ -103,6 +107,38 @@ def _die_after(point: int) -> None:
     shutil.rmtree = dying(shutil.rmtree)  # type: ignore[assignment]
 
 
+def save_on_a_full_disk(folder: Path) -> str:
+    """Go on from step 2 and save step 3 where no room is left: the error."""
+    import resource
+
+    import torch
+
+    from real_runtime.checkpoint import load
+    from real_runtime.checkpoint_save import Saver
+    from real_runtime.errors import CheckpointError
+    from real_runtime.rank import make_executor
+
+    torch.set_num_threads(1)
+    plan, settings = pickle.loads((folder.parent / "case.pickle").read_bytes())
+    executor = make_executor(plan, settings, 0, torch.device("cpu"))
+    assert executor is not None
+    load(executor, folder / "step-00000002")
+    executor.run_step(2)
+    saver = Saver(executor, settings, folder, None)
+    limit = (folder / "step-00000002" / "rank-00000.safetensors").stat().st_size // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    saver.begin(3)
+    executor.run_step(3)
+    try:
+        saver.finish()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
 if __name__ == "__main__":
-    print(json.dumps([(code, str(at)) for code, at in save_and_die(Path(sys.argv[1]), 12)]))
+    if sys.argv[2:] == ["full"]:
+        print(json.dumps(save_on_a_full_disk(Path(sys.argv[1]))))
+    else:
+        print(json.dumps([(code, str(at)) for code, at in save_and_die(Path(sys.argv[1]), 12)]))
     sys.stdout.flush()

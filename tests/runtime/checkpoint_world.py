@@ -14,8 +14,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from real_runtime.checkpoint import load, save
+from saving import SlowDisk, save
+
+from real_runtime import checkpoint_save
+from real_runtime.checkpoint import load
+from real_runtime.checkpoint_save import Saver
 from real_runtime.rank import make_executor
+from real_runtime.resume import complete
 from real_runtime.settings import RunSettings
 from sim.plan.plan import Plan
 
@@ -24,7 +29,7 @@ Leg = tuple[Plan, int]
 Case = tuple[str, list[Leg], RunSettings]
 
 
-def run_case(case: Case, rank: int, folder: Path) -> list[tuple[float, float]]:
+def run_case(case: Case, rank: int, folder: Path, store: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step, as this rank saw them."""
     name, legs, settings = case
     found: list[tuple[float, float]] = []
@@ -37,10 +42,36 @@ def run_case(case: Case, rank: int, folder: Path) -> list[tuple[float, float]]:
             for step in range(begin, end):
                 result = executor.run_step(step)
                 found.append((result.loss, result.norm))
-            save(executor, settings, folder / name, end, 9)
+            save(executor, settings, folder / name, end, 9, store)
             executor.groups.close()
         begin = end
         dist.barrier()
+    return found
+
+
+def run_held(case: Case, rank: int, folder: Path, store: Any) -> dict[str, Any]:
+    """Train on while rank 1's file is held back: the names there are before and after."""
+    name, [(plan, steps)], settings = case
+    disk, found = SlowDisk(), dict[str, Any]()
+    executor = make_executor(plan, settings, rank, torch.device("cpu"))
+    if executor is None:
+        dist.barrier()
+        return found
+    if rank == 1:
+        checkpoint_save.write_tensors = disk.write
+    executor.run_step(0)
+    saver = Saver(executor, settings, folder / name, store)
+    saver.begin(1)
+    found["losses"] = [executor.run_step(step).loss for step in range(1, steps)]
+    saver.check()
+    found["before"] = [p.name for p in complete(folder / name)]
+    executor.run_step(steps)  # rank 1 lets go only after rank 0 has looked
+    disk.go.set()
+    saver.begin(steps + 1)
+    found["saved"] = [s.steps for s in saver.finish()]
+    found["after"] = [p.name for p in complete(folder / name)]
+    executor.groups.close()
+    dist.barrier()
     return found
 
 
@@ -52,7 +83,11 @@ def main(folder: str, rank: int, size: int, port: int) -> None:
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     cases = pickle.loads((Path(folder) / "cases.pickle").read_bytes())
-    found: dict[str, Any] = {c[0]: run_case(c, rank, Path(folder)) for c in cases}
+    found: dict[str, Any] = {}
+    for number, case in enumerate(cases):
+        work = run_held if case[0] == "held" else run_case
+        apart = dist.PrefixStore(str(number), store)
+        found[case[0]] = work(case, rank, Path(folder), apart)
     if rank == 0:
         (Path(folder) / "found.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()

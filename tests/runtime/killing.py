@@ -19,8 +19,8 @@ from sim.plan.io import save_plan
 from sim.plan.plan import Plan
 
 STEPS, EVERY = 24, 3
-STARTING = 0.25
-"""Share of kills before the first step."""
+STARTING, SAVING = 0.25, 0.4
+"""Shares of kills before the first step, and while a checkpoint is being written."""
 
 
 def settings_of(folder: Path, plan: Plan) -> RunSettings:
@@ -58,12 +58,13 @@ class Killer:
         run: folder. ranks: of the plan. source: of ranks and moments. kills: launches to hit.
 
     Attributes:
-        hits: (rank, step after which, delay [s]) of every kill; step -1 is while starting.
+        hits: (rank, step after which, delay [s], while saving) of every kill; step -1 is while
+            starting.
     """
 
     def __init__(self, run: Path, ranks: int, source: random.Random, kills: int) -> None:
         self.run, self.ranks, self.source, self.kills = run, ranks, source, kills
-        self.hits: list[tuple[int, int, float]] = []
+        self.hits: list[tuple[int, int, float, bool]] = []
         self.over = threading.Event()
         self._thread = threading.Thread(target=self._work)
 
@@ -77,20 +78,23 @@ class Killer:
 
     def _work(self) -> None:
         for launch in range(self.kills):
-            rank = self.source.randrange(self.ranks)
-            after = -1
-            if self.source.random() > STARTING:
-                after = self.source.randrange(STEPS - 4)
-            delay = self.source.uniform(0.0, 2.0 if after < 0 else 0.05)
-            while not self._reached(launch, rank, after):
-                if self.over.wait(0.002):
+            rank, kind = self.source.randrange(self.ranks), self.source.random()
+            after = -1 if kind < STARTING else self.source.randrange(STEPS - 4)
+            saving = STARTING <= kind < STARTING + SAVING
+            delay = self.source.uniform(0.0, 2.0 if after < 0 else 0.004 if saving else 0.05)
+            while not (self._reached(launch, rank, after) and (not saving or self._saves())):
+                if self.over.wait(0.001 if saving else 0.002):
                     return
             self.over.wait(delay)
             pid = self.run / "pids" / str(rank)
             if self.over.is_set() or not pid.is_file():
                 return
             os.kill(int(pid.read_text()), signal.SIGKILL)
-            self.hits.append((rank, after, delay))
+            self.hits.append((rank, after, delay, saving))
+
+    def _saves(self) -> bool:
+        """Whether a checkpoint is half written; the killer looks more often than one lasts."""
+        return any((self.run / "checkpoints").glob("step-*.part"))
 
     def _reached(self, launch: int, rank: int, after: int) -> bool:
         """Whether the launch has trained a step (or, for -1, its rank has begun)."""

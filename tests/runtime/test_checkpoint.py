@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
-from real_runtime.checkpoint import load, save  # noqa: E402
+from real_runtime import checkpoint_save  # noqa: E402
+from real_runtime.checkpoint import load  # noqa: E402
+from real_runtime.checkpoint_save import Saver  # noqa: E402
+from real_runtime.errors import CheckpointError  # noqa: E402
 from real_runtime.rank import make_executor  # noqa: E402
 from real_runtime.resume import (  # noqa: E402
     INDEX,
     check_complete,
     check_resumable,
+    complete,
     newest_good,
     read_index,
     seal,
@@ -32,8 +37,10 @@ from sim.errors import InputError  # noqa: E402
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 import breaking  # noqa: E402
+import killing  # noqa: E402
 import plans  # noqa: E402
 import world  # noqa: E402
+from saving import SlowDisk, save  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -107,6 +114,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         one, settings = made({}, plan), settings_of(tokens, dtype)
         cases.append((f"{plan} {dtype} whole", [(one, STEPS)], settings))
         cases.append((f"{plan} {dtype} cut", [(one, HALF), (one, STEPS)], settings))
+    cases.append(("held", [(made({}, "dp2 zero1"), STEPS)], settings_of(tokens)))
     (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
     return world.run_processes(FOLDER / "checkpoint_world.py", folder, 4)
 
@@ -145,6 +153,14 @@ def test_another_plan_goes_on_with_the_same_training(
 @pytest.mark.parametrize(("plan", "dtype"), SAME)
 def test_the_same_plan_goes_on_bit_for_bit(plan: str, dtype: str, found: dict[str, Any]) -> None:
     assert found[f"{plan} {dtype} cut"] == found[f"{plan} {dtype} whole"]
+
+
+def test_a_checkpoint_is_complete_only_with_every_ranks_file(found: dict[str, Any]) -> None:
+    held = found["held"]
+    assert len(held["losses"]) == STEPS - 1  # trained while rank 1's file was held back
+    assert held["before"] == []
+    assert held["saved"] == [1, STEPS + 1]
+    assert held["after"] == ["step-00000001", f"step-{STEPS + 1:08d}"]
 
 
 # -- one process: files ------------------------------------------------------------------------
@@ -265,3 +281,132 @@ def test_a_crash_while_saving_never_loses_the_last_good_one(kept: Any) -> None:
     codes = [code for code, _ in json.loads(done.stdout)]
     assert steps == sorted(steps) and set(steps) == {2, 3}
     assert codes == sorted(codes, reverse=True) and set(codes) == {0, 77}
+
+
+# -- while training goes on --------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    slow = SlowDisk()
+    monkeypatch.setattr(checkpoint_save, "write_tensors", slow.write)
+    return slow
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> Any:
+    settings = settings_of(plans.write_tokens(tmp_path))
+    return make_executor(made({}, "one"), settings, 0, torch.device("cpu"))
+
+
+def saver_of(executor: Any, folder: Path, deadline: float = 60.0) -> Saver:
+    settings = settings_of(folder / "tokens.npy")
+    settings = msgspec.structs.replace(settings, deadline=deadline)
+    return Saver(executor, settings, folder / "checkpoints", None)
+
+
+def test_steps_go_on_while_a_slow_disk_writes_the_state_they_began_with(
+    disk: SlowDisk, executor: Any, tmp_path: Path
+) -> None:
+    executor.run_step(0)
+    before = [part.master.clone() for part in executor.stages[0].update.parts]
+    saver = saver_of(executor, tmp_path)
+    saver.begin(1)
+    assert disk.reached.wait(60)
+    after = []
+    for step in (1, 2):
+        after.append(executor.run_step(step).loss)
+        assert saver.check() == [] and complete(tmp_path / "checkpoints") == []
+    disk.go.set()
+    assert [s.steps for s in saver.finish()] == [1]
+    settings = settings_of(tmp_path / "tokens.npy")
+    other = make_executor(made({}, "one"), settings, 0, torch.device("cpu"))
+    assert other is not None
+    assert load(other, tmp_path / "checkpoints" / "step-00000001") == 1
+    parts = other.stages[0].update.parts
+    assert all(torch.equal(p.master, b) for p, b in zip(parts, before, strict=True))
+    assert (other.run_step(1).loss, other.run_step(2).loss) == tuple(after)
+
+
+def test_the_next_checkpoint_waits_for_the_one_before_and_says_so(
+    disk: SlowDisk, executor: Any, tmp_path: Path
+) -> None:
+    executor.run_step(0)
+    saver = saver_of(executor, tmp_path)
+    assert saver.begin(1).waited_for == 0
+    executor.run_step(1)
+    letting_go = threading.Timer(0.2, disk.go.set)
+    letting_go.start()
+    begun = saver.begin(2)
+    assert begun.waited_for == 1 and begun.waited_s > 0.05
+    assert [s.steps for s in saver.finish()] == [1, 2]
+
+
+def test_training_waits_for_a_disk_up_to_the_deadline(
+    disk: SlowDisk, executor: Any, tmp_path: Path
+) -> None:
+    executor.run_step(0)
+    saver = saver_of(executor, tmp_path, deadline=0.1)
+    saver.begin(1)
+    with pytest.raises(
+        CheckpointError, match=r"after step 1 is not complete .* 0.1 s .*rank-00000.safetensors"
+    ):
+        saver.finish()
+    disk.go.set()
+
+
+def test_what_the_writer_cannot_do_is_an_error_at_the_next_step(
+    executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(tensors: Any, file: Path) -> Any:
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr(checkpoint_save, "write_tensors", fails)
+    executor.run_step(0)
+    saver = saver_of(executor, tmp_path)
+    saver.begin(1)
+    executor.run_step(1)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint 1":
+            thread.join()
+    with pytest.raises(CheckpointError, match=r"after step 1 could not .*No space left on device"):
+        saver.check()
+    with pytest.raises(CheckpointError, match="after step 1"):
+        saver.begin(2)
+    assert complete(tmp_path / "checkpoints") == []
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_last_good_one(kept: Any) -> None:
+    """No file of the child may grow past a limit, which the rank's would."""
+    folder, plan, settings = kept
+    (folder.parent / "case.pickle").write_bytes(pickle.dumps((plan, settings)))
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "breaking.py"), str(folder), "full"], capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = json.loads(done.stdout)
+    assert text.startswith("the checkpoint after step 3 could not be written: "), text
+    assert "rank-00000.safetensors" in text and "File too large" in text, text
+    good = newest_good(folder, lambda e: pytest.fail(f"half written but complete: {e}"))
+    assert good is not None and good[1].steps == 2
+
+
+def test_a_rank_that_cannot_write_is_named(tmp_path: Path) -> None:
+    plan = made({}, "pp2")
+    settings = killing.settings_of(tmp_path / "run", plan)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2);"
+        "from sim.cli import main; main()"
+    )
+    done = subprocess.run(
+        [
+            sys.executable, "-c", code, "run", settings.plan, "--data", settings.data, "--out",
+            settings.out, "--checkpoint-every", "2", "--restarts", "1",
+        ],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1, said
+    assert "the checkpoint after step 2 could not be written" in said and "rank " in said, said
+    assert "start again" not in said, said

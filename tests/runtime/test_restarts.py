@@ -35,6 +35,7 @@ def test_a_run_with_killed_ranks_trains_as_if_none_had_died(tmp_path: Path) -> N
     other.join()
     print(hits, warned)
     assert len(hits) == 2 and len(warned) == 2
+    assert [saving for *_, saving in hits] == [True, False]  # one while a checkpoint is written
     assert all("SIGKILL" in line or "gone or silent" in line for line in warned), warned
     events = killing.events_of(tmp_path / "killed" / "run")
     assert [e["event"] for e in events].count("restart") == 2 and events[-1]["event"] == "end"
