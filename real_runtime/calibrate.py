@@ -80,6 +80,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     kinds: dict[str, tuple[float, float]]
     step_times_s: tuple[tuple[float, float, float], ...]
 
+    @property
+    def worse(self) -> dict[str, tuple[float, float]]:
+        """The kinds whose error grew, by more than a thousandth; a fit of all may do that."""
+        return {kind: both for kind, both in self.kinds.items() if both[1] > both[0] + 1e-3}
+
 
 class _Case:
     """One run: its plan on the cluster, and what each of its ops took."""

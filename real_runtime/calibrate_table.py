@@ -27,7 +27,8 @@ def print_calibration(console: Console, c: Calibration) -> None:
         f"{'kind':<16}{'median error before':>20}{'after':>9}   of {c.ops} ops, {c.steps} steps",
     ]
     for kind, (old, new) in c.kinds.items():
-        lines.append(f"{kind:<16}{old:>20.1%}{new:>9.1%}")
+        worse = "   worse" if kind in c.worse else ""
+        lines.append(f"{kind:<16}{old:>20.1%}{new:>9.1%}{worse}")
     lines.append(f"{'all':<16}{c.error_before:>20.1%}{c.error_after:>9.1%}")
     lines.append("")
     for took, old, new in c.step_times_s:

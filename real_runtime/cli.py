@@ -44,6 +44,7 @@ def _run(
     restarts: opt.Restarts = 0,
     deadline: opt.Deadline = 120.0,
     trace: opt.Trace = None,
+    tensorboard: opt.TensorBoard = False,
     launcher: opt.Launcher = "",
     hosts: opt.Hosts = "",
     port: opt.Port = 29500,
@@ -64,7 +65,7 @@ def _run(
         dry_run=dry_run,
     )  # fmt: skip
     check_options(options, restarts)
-    plan, problem = _load(plan_file, probed, allow_other_cluster)
+    plan, problem = _load(plan_file, probed, allow_other_cluster, here=not launcher)
     recipe = Recipe(
         learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
     )  # fmt: skip
@@ -73,7 +74,7 @@ def _run(
         steps=steps, dtype=_dtype(dtype, problem.job.dtype), seed=seed, deadline=deadline,
         threads=_threads(plan), weights=str(Path(weights).absolute()) if weights else "",
         save=save, checkpoint_every=checkpoint_every, keep=keep, preflight=not no_preflight,
-        recipe=recipe,
+        tensorboard=tensorboard, recipe=recipe,
     )  # fmt: skip
     _check_data(data, problem, seed)
     check_folder(out, "--out")
@@ -88,8 +89,11 @@ def _run(
     _train(plan, problem, settings, restarts, trace, as_json)
 
 
-def _load(plan_file: Path, probed: str, allow_other_cluster: bool) -> tuple[Plan, Problem]:
-    """A plan that this runtime runs, and its problem."""
+def _load(
+    plan_file: Path, probed: str, allow_other_cluster: bool, here: bool
+) -> tuple[Plan, Problem]:
+    """A plan that this runtime runs, made for the cluster where it will, and its problem."""
+    from real_runtime.probed import check_probed
     from real_runtime.run_cluster import check_cluster
     from real_runtime.support import check_supported
     from sim.plan.io import load_plan
@@ -98,6 +102,8 @@ def _load(plan_file: Path, probed: str, allow_other_cluster: bool) -> tuple[Plan
     problem = check_supported(plan)
     if probed:
         check_cluster(plan, probed, allow_other_cluster)
+    elif here:
+        check_probed(plan, plan_file, allow_other_cluster)
     return plan, problem
 
 
@@ -163,6 +169,8 @@ def _train(
     from sim.report.trace import save_trace
 
     import_optional("torch")
+    if settings.tensorboard:
+        import_optional("tensorboard")
     ranks = plan.placement.num_ranks
     logger.info("training %s on %d processes", plan.name or Path(settings.plan).name, ranks)
     folder = train(

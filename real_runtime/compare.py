@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from real_runtime.compare_run import RunFacts
+from real_runtime.spreads import Spread, wide_spreads
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.spans import Spans, span_name
@@ -101,6 +102,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         measured_step_low_s, measured_step_high_s: [s] quartiles. steps: measured.
         kinds: by measured share. ops: by distance, the largest first.
         only_predicted, only_measured: names of ops that the other table lacks.
+        wide: numbers of the cluster whose measurement spread widely.
     """
 
     plan: str
@@ -120,6 +122,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     ops: tuple[OpRow, ...]
     only_predicted: tuple[str, ...] = ()
     only_measured: tuple[str, ...] = ()
+    wide: tuple[Spread, ...] = ()
 
 
 def compare(plan: Plan, problem: Problem, run: RunFacts, plan_hash: str = "") -> Comparison:
@@ -146,6 +149,7 @@ def compare(plan: Plan, problem: Problem, run: RunFacts, plan_hash: str = "") ->
         measured_step_low_s=low, measured_step_high_s=high, steps=len(run.step_times_s),
         kinds=_kinds(ops, run.ranks, predicted_s, middle), ops=ops,
         only_predicted=only_predicted, only_measured=only_measured,
+        wide=wide_spreads(problem.documents["cluster"]),
     )  # fmt: skip
 
 

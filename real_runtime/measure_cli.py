@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sim.cli_output import JsonOption, check_folder, check_output, emit, logger, progress
-from sim.errors import UsageError
+from sim.errors import InputError, UsageError
 
 __all__ = ["register"]
 
@@ -42,6 +42,7 @@ def _probe(
     from real_runtime.probe.profile import check_name, documents_of, write_profiles
     from real_runtime.probe.records import QUICK, ProbeSettings
     from real_runtime.probe.report import print_probe, probe_document
+    from real_runtime.probed import cluster_of, remember
     from sim.hardware.build import build_machine
     from sim.interop.files import write_whole
     from sim.optional import import_optional
@@ -72,6 +73,10 @@ def _probe(
     document["files"] = [str(f) for f in files]
     emit(document, lambda console: print_probe(console, document), as_json)
     logger.info("cluster: %s", files[-1])
+    try:
+        remember(cluster_of(files[-1]), files[-1], date)
+    except InputError as error:
+        logger.warning("hetlab run will not know of this probe: %s", error)
 
 
 def _compare(
@@ -89,6 +94,7 @@ def _compare(
     from real_runtime.compare import compare
     from real_runtime.compare_run import moved, read_run
     from real_runtime.compare_table import print_comparison
+    from real_runtime.spreads import WIDE
     from sim.plan.io import load_plan
     from sim.problem import problem_from_documents
 
@@ -100,6 +106,11 @@ def _compare(
         simulated, problem = plan, problem_from_documents(plan.problem)
     found = compare(simulated, problem, run, plan.hash)
     emit(found, lambda console: print_comparison(console, found, top), as_json)
+    if found.wide:
+        logger.warning(
+            "measured with a spread of more than %.0f %%, so not to be trusted as closely: %s",
+            WIDE * 100, ", ".join(f"{s.name} ({s.spread:.0%})" for s in found.wide),
+        )  # fmt: skip
 
 
 def _calibrate(
@@ -121,6 +132,7 @@ def _calibrate(
     from real_runtime.calibrate import calibrate
     from real_runtime.calibrate_table import print_calibration
     from real_runtime.compare_run import read_run
+    from real_runtime.probed import cluster_of, remember_calibrated
     from sim.interop.files import write_whole, yaml_text
     from sim.plan.io import load_plan
     from sim.problem import load_problem
@@ -136,8 +148,16 @@ def _calibrate(
     if cluster:
         problem = plans[0].problem
         document = load_problem(cluster, problem["model"], problem["job"]).documents["cluster"]
+    date = datetime.date.today().isoformat()
     with progress("fitting"):
-        found = calibrate(runs, document, datetime.date.today().isoformat())
+        found = calibrate(runs, document, date)
     write_whole(out, yaml_text(found.cluster))
     emit(found, lambda console: print_calibration(console, found), as_json)
+    for kind, (before, after) in found.worse.items():
+        logger.warning(
+            "%s is predicted worse than before: median error %.1f %%, was %.1f %%", kind,
+            after * 100, before * 100,
+        )  # fmt: skip
+    if remember_calibrated(cluster_of(out), document, out, date):
+        logger.info("hetlab run takes plans for it on this machine, which it describes")
     logger.info("cluster: %s", out)

@@ -31,6 +31,9 @@ Save = Annotated[bool, typer.Option("--save", help="Write the trained weights.")
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace of the last steps here (.gz).")
 ]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Write scalars to tensorboard/ in --out, too.")
+]
 CheckpointEvery = Annotated[int, typer.Option(min=0, help="Steps between checkpoints, 0: none.")]
 Keep = Annotated[int, typer.Option(min=1, help="Checkpoints that stay.")]
 Resume = Annotated[
@@ -57,9 +60,13 @@ NoPreflight = Annotated[
     bool, typer.Option("--no-preflight", help="Do not compare the ranks before training.")
 ]
 Probed = Annotated[
-    str, typer.Option(help="Cluster file of hetlab probe that the plan must be made for.")
+    str,
+    typer.Option(
+        help="Cluster file of hetlab probe that the plan must be made for. Left out: what hetlab "
+        "probe last saw of this machine, where all ranks start here."
+    ),
 ]
 AllowOtherCluster = Annotated[
-    bool, typer.Option("--allow-other-cluster", help="Run although it was not.")
+    bool, typer.Option("--allow-other-cluster", help="Run although it was made for another.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check, then print the command only.")]

@@ -30,6 +30,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("search", ("ortools", "optuna", "numba"), "solver and sampler searches"),
     Extra("notebook", ("plotly", "ipywidgets", "jupyterlab", "sklearn"), "the what-if notebooks"),
     Extra("runtime", ("torch", "safetensors"), "executing plans"),
+    Extra("tensorboard", ("tensorboard",), "scalars of runs for TensorBoard"),
     Extra("interop", ("google.protobuf", "pyarrow"), "protobuf traces, parquet spans"),
     Extra("ray", ("ray",), "sweeps on a Ray cluster"),
     Extra("dask", ("distributed",), "sweeps on a Dask cluster"),

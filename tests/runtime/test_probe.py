@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +21,14 @@ from real_runtime.probe.fit import fit_chip, fit_wire
 from real_runtime.probe.launch import measure
 from real_runtime.probe.profile import check_name, documents_of, write_profiles
 from real_runtime.probe.records import Facts, ProbeSettings, Record, merged
+from real_runtime.probed import cluster_of
 from sim.cost.collective import collective_cost
 from sim.cost.compute import gemm_efficiency
 from sim.errors import UsageError
 from sim.hardware.catalog import Catalog
 from sim.hardware.machine import Accelerator
 from sim.hardware.route import path, transfer_time
-from sim.problem import load_problem
+from sim.problem import load_problem, problem_hash
 from sim.spec.origins import missing_sources, stated_numbers
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("run")]
@@ -230,7 +233,8 @@ def test_a_rank_that_fails_is_named() -> None:
 
 def hetlab(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from sim.cli import main; main()", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
+    env = os.environ | {"XDG_STATE_HOME": str(cwd / "state")}  # other tests run other plans
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150, env=env)
 
 
 def test_a_probed_machine_is_planned_for(tmp_path: Path) -> None:
@@ -251,6 +255,10 @@ def test_a_probed_machine_is_planned_for(tmp_path: Path) -> None:
     }
     cluster = tmp_path / "profiles" / "clusters" / "probed.yaml"
     assert said["files"][-1] == "profiles/clusters/probed.yaml" and cluster.is_file()
+    record = json.loads((tmp_path / "state" / "hetlab" / "probed.json").read_text())
+    (seen,) = record["hosts"][socket.gethostname()]
+    assert seen["file"] == str(cluster) and seen["name"] == "probed"
+    assert seen["cluster_hash"] == problem_hash(cluster_of(cluster))
     planned = hetlab(
         "plan", str(cluster), "llama_tiny", "two_processes", "--pin", "pp=2", "--json", cwd=tmp_path
     )
