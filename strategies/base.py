@@ -40,7 +40,7 @@ __all__ = [
 
 K = TypeVar("K", bound=msgspec.Struct)
 
-AXES = ("tensor", "pipeline", "data", "expert", "recompute", "partition")
+AXES = ("tensor", "pipeline", "data", "expert", "recompute", "partition", "offload", "updates")
 """Order in which strategies apply: later axes may read what earlier ones decided. Axes not listed
 come last, in the order given."""
 
@@ -89,6 +89,8 @@ class Strategy(Protocol[K]):
     Attributes:
         name: unique. axis: one of ``AXES``, or a further word. paper: where it comes from.
         owns: fields of the draft that ``apply`` may change. knobs: the frozen knob record.
+        adds: of them those that it adds to and never replaces (optional): two strategies that both
+            only add to a field compose.
     """
 
     @property

@@ -63,19 +63,23 @@ def compose(
 
 
 def check_conflicts(chosen: Sequence[Strategy[Any]]) -> None:
-    """Prove that no two strategies own the same knob.
+    """Prove that no two strategies own the same knob, but for those that both only add to.
 
     Raises:
         UsageError: names the knob and both strategies.
     """
-    owner: dict[str, str] = {}
+    owner: dict[str, Strategy[Any]] = {}
     for strategy in chosen:
         for field in sorted(strategy.owns):
-            if field in owner:
+            other = owner.setdefault(field, strategy)
+            if other is not strategy and field not in _added(other) & _added(strategy):
                 raise UsageError(
-                    f"strategies {owner[field]} and {strategy.name} both set {field}; choose one"
+                    f"strategies {other.name} and {strategy.name} both set {field}; choose one"
                 )
-            owner[field] = strategy.name
+
+
+def _added(strategy: Strategy[Any]) -> frozenset[str]:
+    return getattr(strategy, "adds", frozenset())
 
 
 def may_change(strategy: Strategy[Any]) -> frozenset[str]:

@@ -150,6 +150,7 @@ def knobs_of(plan: Plan, cell: Cell) -> MemoryKnobs:
         late_gradients=max((c.args.get("late_gradients", 0) for c in plan.lowering), default=0),
         outer_bytes=max((c.args.get("outer_bytes", 0.0) for c in plan.lowering), default=0.0),
         remote_optimizer=any(c.args.get("remote_optimizer", False) for c in plan.lowering),
+        slots=max((c.args.get("slots", 0) for c in plan.lowering), default=0),
     )
 
 
@@ -218,6 +219,7 @@ def peak_memory(plan: Plan, problem: Problem) -> Mapping[tuple[int, int], Ledger
             cell.tp,
             cell.cp,
             cell.recompute,
+            cell.offload,
             m[cell.replica] if m else 1,
         )
         if key not in known:

@@ -136,7 +136,7 @@ class _Kept:
         cell = self.wiring.cell_of[rank]
         m = self.plan.placement.microbatches
         key = (cell.stage, cell.accelerator, cell.tp, cell.cp, cell.recompute)
-        key = (*key, m[cell.replica] if m else 1)  # type: ignore[assignment]
+        key = (*key, cell.offload, m[cell.replica] if m else 1)  # type: ignore[assignment]
         if key not in self._known and any(s.name for s in self.plan.placement.segments):
             knobs = knobs_of(self.plan, cell)
             found = segment_terms(self.plan, self.problem, cell, (), knobs)

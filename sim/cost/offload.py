@@ -77,9 +77,7 @@ def _shares(plan: Plan, problem: Problem, cell: Cell, knobs: MemoryKnobs) -> lis
     """Segments of a cell with their parameters; a parameter shared by two counts with the first."""
     seen: set[str] = set()
     found = []
-    for s in plan.placement.segments:
-        if s.cell != cell.stage:
-            continue
+    for s in plan.placement.segments_of(cell):
         blocks = problem.model.blocks[s.blocks[0] : s.blocks[1]]
         dense, experts = rank_params(blocks, knobs.tp, knobs.ep)
         used = dense + experts
@@ -131,15 +129,17 @@ def segment_terms(
     updated = sum(s.owned for s in shares if "optimizer" not in s.segment.offload)
     gradients = _gradients(plan, cell, shares, knobs)
     terms["parameters"] = staying * job.param_bytes
-    terms["gathered"] = placement.parameter_buffers * rings * job.param_bytes
-    terms["optimizer"] = updated * job.optimizer_bytes
-    terms["gradients"] = gradients * job.gradient_bytes
+    lent = terms["gathered"]
+    terms["gathered"] = lent + placement.parameter_buffers * rings * job.param_bytes
+    kept = sum(s.held for s in shares if "optimizer" not in s.segment.offload)
+    terms["optimizer"] = updated * job.optimizer_bytes + kept * knobs.outer_bytes
+    terms["gradients"] = gradients * job.gradient_bytes + lent / job.param_bytes * job.gradient_bytes
     terms["gradient copy"] = gradients * job.param_bytes if copied else 0.0
-    kept = {s.stage: 0.0 for s in stages}
+    saved = {s.stage: 0.0 for s in stages}
     for share in shares:
-        kept[share.segment.stage] += _kept(table, share.segment, cell, knobs)
+        saved[share.segment.stage] += _kept(table, share.segment, cell, knobs)
     tokens = knobs.microbatch * job.sequence_length / knobs.cp
-    sums = [sum(n * k for n, k in zip(v, kept.values(), strict=True)) for v in live]
+    sums = [sum(n * k for n, k in zip(v, saved.values(), strict=True)) for v in live]
     terms["activations"] = max(sums, default=0.0) * tokens
     fixed = ("allocator gap", "context")
     allocated = sum(nbytes for name, nbytes in terms.items() if name not in fixed)
@@ -165,24 +165,32 @@ def _gradients(plan: Plan, cell: Cell, shares: Sequence[_Share], knobs: MemoryKn
     if plan.mathematics.zero >= 2 and knobs.shards > 1:
         unsummed = placement.gradient_buffers * max(s.used for s in shares)
         return unsummed + _summed(plan, cell, shares, [s.owned for s in shares], late=True)
-    sizes = [s.held for s in shares]
-    return _summed(plan, cell, shares, sizes, late=placement.late_updates)
+    sizes, outer = [s.held for s in shares], knobs.outer_bytes > 0
+    return _summed(plan, cell, shares, sizes, late=placement.late_updates, outer=outer)
 
 
 def _summed(
-    plan: Plan, cell: Cell, shares: Sequence[_Share], sizes: Sequence[float], *, late: bool
+    plan: Plan,
+    cell: Cell,
+    shares: Sequence[_Share],
+    sizes: Sequence[float],
+    *,
+    late: bool,
+    outer: bool = False,
 ) -> float:
     """Gradient elements of these sizes that stand on the chip until their update.
 
     Args:
         plan, cell, shares, sizes: see there. late: updates stand behind all backwards.
+        outer: local steps end in an exchange of all parameters.
     """
     placement = plan.placement
     m = placement.microbatches[cell.replica] if placement.microbatches else 1
     both = list(zip(shares, sizes, strict=True))
     streamed = [size for s, size in both if "optimizer" in s.segment.offload]
     local = [size for s, size in both if "optimizer" not in s.segment.offload]
-    if m > 1:
+    if m > 1 or outer:
+        # What local steps exchange at their end takes the place of the gradients.
         return sum(streamed) + sum(local)
     ring = placement.gradient_buffers * max(streamed, default=0.0)
     # An update is listed behind the next segment's backward where replicas reduce in between.
@@ -220,7 +228,7 @@ def host_ledgers(plan: Plan, problem: Problem, knobs_of: KnobsOf) -> dict[int, H
             copy = _copy(s, _gathers(plan, knobs)) if away else s.owned
             states = s.owned if "optimizer" in s.segment.offload else 0.0
             sizes = (
-                states * job.optimizer_bytes,
+                states * (job.optimizer_bytes + knobs.outer_bytes),
                 states * job.gradient_bytes,
                 copy * job.param_bytes,
             )
@@ -280,7 +288,7 @@ def _on_drive(
     job = problem.job
     return [
         (
-            s.owned * job.optimizer_bytes,
+            s.owned * (job.optimizer_bytes + knobs_of(plan, cell).outer_bytes),
             s.owned * job.param_bytes if "parameters" in s.segment.offload else 0.0,
         )
         for s in _shares(plan, problem, cell, knobs_of(plan, cell))

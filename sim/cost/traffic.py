@@ -5,7 +5,7 @@ from __future__ import annotations
 from sim.cost.work import Work
 from sim.errors import InputError
 from sim.model.amounts import dtype_bytes, rank_params
-from sim.plan.deps import EXPERTS
+from sim.plan.deps import of_experts
 from sim.plan.graph import Wire
 from sim.plan.op import Op
 
@@ -85,7 +85,7 @@ def _gradient(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float]:
     per_microbatch = work.math.zero == 3 or (work.math.zero == 2 and op.kind == "REDUCE_GRAD")
     blocks = work.segment(op, rank) if per_microbatch else work.own_blocks(op, rank)
     ep = work.placement.ep
-    if op.label == EXPERTS:
+    if of_experts(op.label):
         _, elements = rank_params(blocks, work.cell(rank, op).tp, ep)
     else:
         dense, experts = rank_params(blocks, wire.share[1] // wire.share[0], 1)

@@ -20,6 +20,7 @@ from sim.plan.wiring import Wiring
 from sim.problem import Problem
 
 __all__ = ["PASSES", "Effort", "Work"]
+from sim.plan.deps import of_experts, segment_of
 
 PASSES = ("F", "B", "I", "W", "R")
 _LOCAL = ("LOOKUP", "ENCODE", "DECODE", "OPT", "APPLY")
@@ -102,7 +103,7 @@ class Work:
         """
         stage = self.wiring.stage_of(op, rank)
         mine = [s for s in self.placement.segments if s.stage == stage]
-        named = [s for s in mine if s.name == op.label]
+        named = [s for s in mine if s.name == segment_of(op.label)]
         found = named if op.label and named else mine
         if not found:
             raise InputError(
@@ -274,11 +275,10 @@ class Work:
 
     def hosted_params(self, op: Op, rank: int) -> float:
         """Parameters that the host updates for the op's rank."""
-        position = self.cell(rank, op).stage
         return sum(
             self.owned_params(Op(kind="OPT", stage=s.stage, label=s.name), rank)
-            for s in self.placement.segments
-            if s.cell == position and "optimizer" in s.offload
+            for s in self.placement.segments_of(self.cell(rank, op))
+            if "optimizer" in s.offload
         )
 
     def owned_params(self, op: Op, rank: int) -> float:

@@ -16,10 +16,34 @@ from sim.plan.flat import Flat
 from sim.plan.kinds import KINDS
 from sim.plan.op import Dep, Op
 
-__all__ = ["EXPERTS", "resolve"]
+__all__ = ["EXPERTS", "experts_label", "of_experts", "resolve", "segment_of"]
 
 EXPERTS = "experts"
-"""Label of REDUCE_GRAD and UNSHARD of a stage's routed experts, apart from its other parameters."""
+"""Label of REDUCE_GRAD and UNSHARD of a stage's routed experts, apart from its other parameters;
+behind a slash of a segment's."""
+
+
+def experts_label(segment: str) -> str:
+    """Return the label of what belongs to a segment's routed experts; "" is the whole stage.
+
+    >>> experts_label("l3"), experts_label("")
+    ('l3/experts', 'experts')
+    """
+    return f"{segment}/{EXPERTS}" if segment else EXPERTS
+
+
+def of_experts(label: str) -> bool:
+    """Whether a label stands for routed experts."""
+    return label == EXPERTS or label.endswith(f"/{EXPERTS}")
+
+
+def segment_of(label: str) -> str:
+    """Return the segment that a label belongs to, "" for a whole stage.
+
+    >>> segment_of("l3/experts"), segment_of("l3"), segment_of("experts")
+    ('l3', 'l3', '')
+    """
+    return "" if label == EXPERTS else label.partition("/")[0]
 
 
 class _Names:
@@ -202,7 +226,8 @@ def _gradient(i: int, op: Op, ops: list[Op], names: _Names) -> list[int]:
     if op.kind == "REDUCE_GRAD" and op.mb >= 0:
         where = (names.stage(op), op.mb, op.part)
         hits = names.at(i, "W", *where) or names.at(i, "B", *where)
-        return _last([j for j in hits if not op.label or ops[j].label == op.label])
+        own = segment_of(op.label)
+        return _last([j for j in hits if not own or segment_of(ops[j].label) == own])
     return _last(_of_segment(i, op, ops, names, "W") or _of_segment(i, op, ops, names, "B"))
 
 
@@ -224,15 +249,17 @@ def _arrivals(i: int, op: Op, ops: list[Op], names: _Names, way: str) -> list[in
 
 
 def _of_segment(i: int, op: Op, ops: list[Op], names: _Names, kind: str) -> list[int]:
-    hits = names.by_stage.get((kind, names.stage(op)), [])
-    return [j for j in hits if j < i and (not op.label or ops[j].label in ("", op.label))]
+    hits, own = names.by_stage.get((kind, names.stage(op)), []), segment_of(op.label)
+    return [j for j in hits if j < i and (not own or segment_of(ops[j].label) in ("", own))]
 
 
 def _gathered(i: int, op: Op, ops: list[Op], names: _Names, kind: str) -> list[int]:
     """The gather of the op's segment: for its microbatch, or for the whole step."""
     stage = names.stage(op)
     hits = names.at(i, kind, stage, op.mb, -1) or names.at(i, kind, stage, -1, -1)
-    return _last([j for j in hits if not op.label or ops[j].label in ("", op.label)])
+    own = segment_of(op.label)
+    mine = [j for j in hits if not own or segment_of(ops[j].label) in ("", own)]
+    return list({ops[j].label: j for j in mine}.values())
 
 
 def _updates(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, int]]:
@@ -244,7 +271,9 @@ def _updates(i: int, op: Op, ops: list[Op], names: _Names) -> list[tuple[int, in
         ops[j].label: j
         for kind in ("OPT", "UNSHARD")
         for j in names.by_stage.get((kind, stage), ())
-        if j > i and ops[j].label in ("", EXPERTS, op.label) and (kind == "OPT" or ops[j].mb < 0)
+        if j > i
+        and segment_of(ops[j].label) in ("", segment_of(op.label))
+        and (kind == "OPT" or ops[j].mb < 0)
     }
-    whole = [later.pop(EXPERTS)] if EXPERTS in later else []
-    return [(j, 1) for j in [*([max(later.values())] if later else []), *whole]]
+    experts = [later.pop(label) for label in list(later) if of_experts(label)]
+    return [(j, 1) for j in [*([max(later.values())] if later else []), *experts]]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sim.errors import InputError
-from sim.plan.placement import Recompute, Segment
+from sim.plan.placement import CellOffload, Recompute, Segment
 from sim.plan.plan import Amount, Call, Table
 
 __all__ = [
@@ -32,7 +32,7 @@ class CellKnobs(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         stage, replica: where it is in the grid.
         chips: chip indices in the machine, tensor-parallel index fastest; len == tp * cp.
-        tp, cp: sizes. recompute: what F keeps. offload: what the host keeps.
+        tp, cp: sizes. recompute: what F keeps. offload: see sim.plan.placement.Cell.
     """
 
     stage: int
@@ -41,7 +41,7 @@ class CellKnobs(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     cp: int = 1
     recompute: Recompute = "none"
-    offload: str = ""
+    offload: CellOffload = ""
 
 
 class PipelineKnobs(msgspec.Struct, frozen=True, kw_only=True):

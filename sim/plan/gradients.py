@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from sim.errors import PlanError
+from sim.plan.deps import segment_of
 from sim.plan.op import Op
 from sim.plan.opgraph import OpGraph
 from sim.plan.wiring import Wiring
@@ -174,7 +175,8 @@ def _fits(graph: OpGraph, backward: int, update: int) -> bool:
         return False
     if a.stage >= 0 and b.stage >= 0 and a.stage != b.stage:
         return False
-    return not (a.label and b.label) or a.label == b.label
+    mine, own = segment_of(a.label), segment_of(b.label)
+    return not (mine and own) or mine == own
 
 
 def _bare(
@@ -192,7 +194,7 @@ def _bare(
     """
     rank = graph.actors[graph.actor[node]].rank
     cell = wiring.cell_of.get(rank)
-    role = "local" if wiring.placement.workers else "dp"
+    role, experts = ("local", "local_edp") if wiring.placement.workers else ("dp", "edp")
     if cell is None or not wiring.of_rank.get((rank, role)):
         return []
     sums = [
@@ -200,7 +202,7 @@ def _bare(
         for k in before
         if graph.ops[k].kind in SUMS
         and graph.wire[k] >= 0
-        and not graph.wires[graph.wire[k]].roles.isdisjoint(REACHES | {role})
+        and not graph.wires[graph.wire[k]].roles.isdisjoint(REACHES | {role, experts})
     ]
     if parts:
         mine = [k for k in parts if k in before and k in sums]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from sim.errors import PlanError
-from sim.plan.deps import resolve
+from sim.plan.deps import of_experts, resolve, segment_of
 from sim.plan.flat import flatten
 from sim.plan.kinds import KINDS
 from sim.plan.op import Op
@@ -41,17 +41,16 @@ def prove_hosted(plan: Plan, programs: Iterable[Program], wiring: Wiring) -> Non
         PlanError: what is missing, with the rank and the segment.
     """
     zero = plan.mathematics.zero
-    away = {s.cell for s in plan.placement.segments if s.offload}
     for program in programs:
         cell = wiring.cell_of.get(program.ranks[0]) if program.ranks else None
-        if cell is None or not (zero or cell.stage in away):
+        away = [s for s in plan.placement.segments_of(cell) if s.offload] if cell else []
+        if cell is None or not (zero or away):
             continue
         mine = _Mine(program, wiring, cell)
         if not any(op.kind == "F" for op in mine.ops):
             continue
-        for s in plan.placement.segments:
-            if s.cell == cell.stage and s.offload:
-                _of_segment(mine, s)
+        for s in away:
+            _of_segment(mine, s)
         if zero and (plan.placement.num_replicas > 1 or cell.cp > 1):
             _shared(mine, zero)
 
@@ -60,7 +59,7 @@ class _Mine:
     """A program with its dependencies.
 
     Attributes:
-        ops, streams: in list order. key: (stage, label) of each. of: its inverse.
+        ops, streams: in list order. key: (stage, segment) of each. of: its inverse.
         deps: (position, distance) of each op. later: what ops of a later step wait for.
     """
 
@@ -68,7 +67,9 @@ class _Mine:
         flat = flatten(program)
         self.rank, self.ops, self.streams = program.ranks[0], flat.ops, flat.streams
         self.deps = resolve(flat, wiring.stages(self.rank))
-        self.key: list[Key] = [(wiring.stage_of(op, self.rank), op.label) for op in self.ops]
+        self.key: list[Key] = [
+            (wiring.stage_of(op, self.rank), segment_of(op.label)) for op in self.ops
+        ]
         self.of: dict[Key, list[int]] = defaultdict(list)
         for i, key in enumerate(self.key):
             self.of[key].append(i)
@@ -164,8 +165,11 @@ def _shared(mine: _Mine, zero: int) -> None:
         stage = [*mine.of[key], *(mine.of[key[0], ""] if key[1] else ())]
         gathers = [i for i in stage if _gathers(mine.ops[i], mine.streams[i])]
         if zero == 3:
+            # Routed experts are gathered apart where other ranks hold them.
+            experts = [i for i in gathers if of_experts(mine.ops[i].label)]
+            apart = [experts, [i for i in gathers if i not in experts]] if experts else [gathers]
             for i in _readers(mine, key):
-                if not mine.waits(i, gathers):
+                if not all(mine.waits(i, some) for some in apart):
                     raise mine.missing(f"a gather for {mine.ops[i].name}", key, says)
         elif not any(mine.ops[i].mb < 0 for i in gathers):
             raise mine.missing("UNSHARD of the updated parameters", key, says)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import msgspec
+
 from sim.errors import InputError
 from sim.model.graph import Model
 from sim.plan.draft import PlanDraft
@@ -75,8 +77,6 @@ def segments_of(
 def not_by_segment(problem: Problem, draft: PlanDraft) -> str:
     """Return why stages of a draft cannot run segment by segment, "" when they can."""
     p = draft.pipeline
-    if draft.expert.ep > 1:
-        return "experts spread over replicas have gradients of their own groups"
     if len({c.stage for c in draft.cells}) > 1 and any(b.shares for b in problem.model.blocks):
         return "a tied embedding on two positions is updated in two places"
     if p.blocking_p2p or p.blocking_sends:
@@ -100,12 +100,29 @@ def updates_late(job: Job, draft: PlanDraft) -> bool:
     return draft.data.zero >= 2 and by_itself and job.dtype == "fp16"
 
 
-def passes_of(job: Job, draft: PlanDraft) -> tuple[Call, ...]:
-    """Return the draft's passes and, where ZeRO-2 or 3 needs it, the one that runs segments."""
-    if draft.data.zero < 2 or any(call.name == SEGMENTS for call in draft.passes):
-        return draft.passes
-    args = {"clipping": "global"} if updates_late(job, draft) else {}
-    return (*draft.passes, Call(SEGMENTS, 1, args))
+def passes_of(
+    problem: Problem, draft: PlanDraft, segments: tuple[Segment, ...]
+) -> tuple[Call, ...]:
+    """Return the draft's passes and, where ZeRO-2 or 3 needs it, the one that runs segments.
+
+    That pass is told which segments have routed experts that other replicas share.
+
+    Args:
+        problem, draft: of the lowering. segments: of the placement.
+    """
+    passes = draft.passes
+    if draft.data.zero >= 2 and all(call.name != SEGMENTS for call in passes):
+        args = {"clipping": "global"} if updates_late(problem.job, draft) else {}
+        passes = (*passes, Call(SEGMENTS, 1, args))
+    if draft.expert.ep == 1:
+        return passes
+    blocks = problem.model.blocks
+    routed = [s for s in segments if any(b.params_experts for b in blocks[slice(*s.blocks)])]
+    experts = {"experts": [f"{s.stage}[{s.name}]" for s in routed]}
+    return tuple(
+        msgspec.structs.replace(c, args=c.args | experts) if c.name == SEGMENTS else c
+        for c in passes
+    )
 
 
 def _finer(segments: tuple[Segment, ...], stages: tuple[Segment, ...]) -> tuple[Segment, ...]:

@@ -82,7 +82,7 @@ def lower(problem: Problem, draft: PlanDraft) -> Plan:
             p.order,
             p.blocking_p2p,
         )
-        + passes_of(problem.job, draft),
+        + passes_of(problem, draft, placement.segments),
         barrier=draft.barrier,
         buffers=p.buffers,
         tables=draft.tables,

@@ -19,6 +19,7 @@ from sim.plan.arguments import Arguments, check_call, takes
 from sim.plan.deps import EXPERTS
 from sim.plan.op import Dep, Op
 from sim.plan.p2p import blocking_p2p, blocking_sends, transfers
+from sim.plan.placement import CellOffload, Recompute
 from sim.plan.plan import Call, Plan
 from sim.plan.program import Program, parse_program
 from sim.plan.schedules import SCHEDULES, Order, explicit_order, num_microbatches
@@ -253,13 +254,13 @@ def expand(plan: Plan) -> tuple[Program, ...]:
 
 def _variants(plan: Plan) -> list[Variant]:
     placement = plan.placement
-    found: dict[tuple[int, int, str, bool], list[int]] = defaultdict(list)
+    found: dict[tuple[int, int, Recompute, CellOffload, bool], list[int]] = defaultdict(list)
     for cell in placement.cells:
         m = placement.microbatches[cell.replica] if placement.microbatches else 1
         sliced = not (plan.mathematics.sequence_parallel or placement.whole_boundaries)
         gather = cell.tp > 1 and sliced
-        found[cell.stage, m, cell.recompute, gather].extend(cell.ranks)
+        found[cell.stage, m, cell.recompute, cell.offload, gather].extend(cell.ranks)
     return [
-        Variant(position=s, microbatches=m, recompute=r, gather=g, ranks=tuple(ranks))
-        for (s, m, r, g), ranks in found.items()
+        Variant(position=s, microbatches=m, recompute=r, offload=o, gather=g, ranks=tuple(ranks))
+        for (s, m, r, o, g), ranks in found.items()
     ]

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 Recompute = Literal["none", "selective", "full"]
+CellOffload = Literal["", "none"]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +37,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stage: pipeline position (0-based). replica: data-parallel replica.
         ranks: members; tensor-parallel index varies fastest, then context-parallel.
         accelerator: profile name. tp, cp: sizes; len(ranks) == tp * cp.
-        recompute: what F keeps. offload: what the host keeps ("" for nothing).
+        recompute: what F keeps.
+        offload: what the host keeps: what its segments say (""), or nothing whatever they say
+            ("none"); such a cell may also recompute nothing where they do.
     """
 
     stage: int
@@ -46,7 +49,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tp: int = 1
     cp: int = 1
     recompute: Recompute = "none"
-    offload: str = ""
+    offload: CellOffload = ""
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,13 +164,35 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 return cell
         raise KeyError((stage, replica))
 
+    def segments_at(
+        self, position: int, offload: CellOffload, recompute: Recompute
+    ) -> tuple[Segment, ...]:
+        """Segments of a position as a cell runs them that is set so.
+
+        Args:
+            position: of the cell. offload, recompute: of the cell.
+        """
+        found = []
+        for s in self.segments:
+            if s.cell != position:
+                continue
+            if offload == "none":
+                again = "none" if recompute == "none" and s.recompute else s.recompute
+                s = msgspec.structs.replace(s, offload=(), recompute=again)
+            found.append(s)
+        return tuple(found)
+
+    def segments_of(self, cell: Cell) -> tuple[Segment, ...]:
+        """Segments of a cell as it runs them."""
+        return self.segments_at(cell.stage, cell.offload, cell.recompute)
+
 
 class Group(msgspec.Struct, frozen=True):
     """A collective's members.
 
     Args:
         role: "tp", "cp", "dp" (gradients), "local" (gradients inside a worker), "ep" (tokens to
-            experts), "edp" (gradients of experts) or "world".
+            experts), "edp" (gradients of experts), "local_edp" (inside a worker) or "world".
         ranks: ordered members.
         stage: pipeline position, -1 for the world.
         shard: (first, last + 1) of the fine shards this group reduces, of ``shards`` ("dp" and
@@ -248,6 +273,8 @@ def derive_groups(placement: Placement) -> tuple[Group, ...]:
         for first, last in itertools.pairwise((0, *itertools.accumulate(placement.workers))):
             mine = [c for c in cells if first <= c.replica < last]
             found.extend(_dp_groups(stage, mine, "local"))
+            if placement.ep > 1:
+                found.extend(_expert_groups(placement.ep, stage, mine, "local_edp"))
     found.extend(_embed_groups(placement))
     everyone = tuple(r for c in placement.cells for r in c.ranks) + placement.extra_ranks
     if len(everyone) > 1:
@@ -266,22 +293,42 @@ def _ep_groups(placement: Placement, stage: int, cells: list[Cell]) -> list[Grou
             found=str(ep),
             expected=f"a divisor of {len(cells)}",
         )
-    if len({c.tp * c.cp for c in cells}) > 1:
+    if any(w % ep for w in placement.workers):
+        raise PlanError(
+            "experts are shared inside a worker that steps by itself",
+            key="ep",
+            found=f"{ep} for workers of {' and '.join(map(str, placement.workers))} replicas",
+            expected="a divisor of every worker's replicas",
+        )
+    if len({(c.tp, c.cp) for c in cells}) > 1:
         raise PlanError(f"expert parallelism needs equal cells in stage {stage}", key="ep")
-    tp, cp, size = cells[0].tp, cells[0].cp, len(cells[0].ranks)
+    m = placement.microbatches
+    for first in range(0, len(m), ep):
+        if len(set(m[first : first + ep])) > 1:
+            raise PlanError(
+                "replicas that share experts run equally many microbatches",
+                key="placement.microbatches",
+                found=" ".join(map(str, m[first : first + ep])),
+                expected=f"equal numbers in every {ep} replicas",
+            )
     found = [
         Group("ep", tuple(c.ranks[t] for c in cells[first : first + ep]), stage)
         for first in range(0, len(cells), ep)
-        for t in range(size)
+        for t in range(len(cells[0].ranks))
     ]
-    if len(cells) > ep or cp > 1:
-        # Context-parallel ranks hold the same experts: their gradients add up, too.
-        found += [
-            Group("edp", tuple(c.ranks[k * tp + t] for c in cells[e::ep] for k in range(cp)), stage)
-            for e in range(ep)
-            for t in range(tp)
-        ]
-    return found
+    return found + _expert_groups(ep, stage, cells, "edp")
+
+
+def _expert_groups(ep: int, stage: int, cells: list[Cell], role: str) -> list[Group]:
+    """Ranks that hold the same experts: every ep-th cell, and their context-parallel ranks."""
+    tp, cp = cells[0].tp, cells[0].cp
+    if len(cells) <= ep and cp == 1:
+        return []
+    return [
+        Group(role, tuple(c.ranks[k * tp + t] for c in cells[e::ep] for k in range(cp)), stage)
+        for e in range(ep)
+        for t in range(tp)
+    ]
 
 
 def _embed_groups(placement: Placement) -> list[Group]:

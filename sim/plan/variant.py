@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sim.plan.op import Op
+from sim.plan.placement import CellOffload, Recompute
 from sim.plan.plan import Plan
 from sim.plan.program import STEPS, Block, Program
 
@@ -19,14 +20,16 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         position: pipeline position. microbatches: of the replicas that run it.
-        recompute: what F keeps. gather: True when received tensors are re-assembled over tp.
+        recompute: what F keeps. offload: of the cells, see sim.plan.placement.Cell.
+        gather: True when received tensors are re-assembled over tp.
         ranks: who runs it. ops: one step.
         blocks: the whole program, where it is more than the ops of a step; () for ``ops``.
     """
 
     position: int
     microbatches: int
-    recompute: str
+    recompute: Recompute
+    offload: CellOffload = ""
     gather: bool
     ranks: tuple[int, ...]
     ops: tuple[Op, ...] = ()

@@ -24,6 +24,9 @@ DEFAULT_ROLE = {
 }
 """Group role of a collective that names none; every other kind uses the tensor-parallel group."""
 
+ROLES = ("tp", "cp", "dp", "local", "ep", "edp", "local_edp", "embed", "world")
+"""Roles of groups, see sim.plan.placement.Group."""
+
 
 class End(msgspec.Struct, frozen=True):
     """One end of a transfer.
@@ -105,11 +108,9 @@ class Wiring:
             PlanError: the role is unknown.
         """
         role = op.group or DEFAULT_ROLE.get(op.kind, "tp")
-        if role not in ("tp", "cp", "dp", "local", "ep", "edp", "embed", "world"):
+        if role not in ROLES:
             raise PlanError(
-                f"unknown group role of {op.name}",
-                found=role,
-                expected="tp cp dp local ep edp embed world",
+                f"unknown group role of {op.name}", found=role, expected=" ".join(ROLES)
             )
         return self.of_rank.get((rank, role), [])
 

@@ -2,7 +2,9 @@
 
 A worker is a site, or some consecutive replicas: inside it replicas sum their gradients in every
 step. Between workers the difference of the parameters crosses the wire once per round, quantised
-if wanted, in fragments in turn and behind the next steps if wanted (streaming DiLoCo).
+if wanted, in fragments in turn and behind the next steps if wanted (streaming DiLoCo). Replicas
+that share experts belong to one worker; what a worker updates on its host, it also exchanges and
+updates from there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import msgspec
 
 from sim.errors import InputError
 from sim.model.amounts import rank_params
+from sim.model.graph import Block
 from sim.plan.draft import PlanDraft
+from sim.plan.placement import Segment
 from sim.plan.plan import Amount, Call
 from sim.problem import Problem
 from strategies.base import Space, divisors, draft_or_default, fill
@@ -55,6 +59,7 @@ class LocalSgd:
     axis = "updates"
     paper = "Douillard et al. 2023, arXiv:2311.08105; streaming: arXiv:2501.18512"
     owns = frozenset({"passes", "barrier", "exact", "reason", "amounts", "data.workers"})
+    adds = owns - {"data.workers"}
     knobs = LocalKnobs
 
     def space(self, problem: Problem, draft: PlanDraft | None = None) -> Space[LocalKnobs]:
@@ -99,9 +104,9 @@ class LocalSgd:
             knobs,
             data=msgspec.structs.replace(given.data, workers=workers),
             passes=(*given.passes, Call("local_steps", 1, args)),
-            barrier=given.barrier and not knobs.overlap,
+            barrier=not knobs.overlap,
             exact=False,
-            reason=_reason(knobs, len(workers)),
+            reason="; ".join(r for r in (given.reason, _reason(knobs, len(workers))) if r),
             amounts=given.amounts | _amounts(problem, given, knobs),
             assumptions=(*given.assumptions, _STEP.format(args["inner"])),
         )
@@ -125,15 +130,38 @@ def _amounts(problem: Problem, draft: PlanDraft, knobs: LocalKnobs) -> dict[str,
     """
     blocks, cuts = problem.model.blocks, draft.pipeline.cuts
     element, own = knobs.bits / 8, float(problem.job.param_bytes)
-    shards = max(c.tp for c in draft.cells)
+    shards, ep = max(c.tp for c in draft.cells), draft.expert.ep
+    way = ANCHOR + own + element
+    outer = element + 2 * ANCHOR * (1 + knobs.momentum) + own
+
+    def params(of: Sequence[Block]) -> float:
+        return sum(rank_params(of, shards, ep)) / knobs.fragments
+
     found = {}
     for stage, (a, b) in enumerate(itertools.pairwise(cuts or (0, len(blocks)))):
-        params = sum(rank_params(blocks[a:b], shards, 1)) / knobs.fragments
-        outer = element + 2 * ANCHOR * (1 + knobs.momentum) + own
-        found[f"exchange{stage}"] = Amount(nbytes=params * element)
-        found[f"way{stage}"] = Amount(nbytes=params * (ANCHOR + own + element))
-        found[f"outer{stage}"] = Amount(nbytes=params * outer)
+        dense, experts = rank_params(blocks[a:b], shards, ep)
+        alike = dense if ep > 1 else dense + experts
+        found[f"exchange{stage}"] = Amount(nbytes=alike / knobs.fragments * element)
+        if ep > 1 and experts:
+            found[f"experts{stage}"] = Amount(nbytes=experts / knobs.fragments * element)
+        found[f"way{stage}"] = Amount(nbytes=params(blocks[a:b]) * way)
+        found[f"outer{stage}"] = Amount(nbytes=params(blocks[a:b]) * outer)
+        mine = [s for s in draft.offload.segments if s.stage == stage]
+        away = _blocks(blocks, [s for s in mine if "optimizer" in s.offload])
+        if away:
+            stay = _blocks(blocks, [s for s in mine if "optimizer" not in s.offload])
+            back = [s for s in mine if s.offload and "parameters" not in s.offload]
+            found[f"way{stage}.chip"] = Amount(nbytes=params(stay) * way)
+            found[f"way{stage}.host"] = Amount(nbytes=params(away) * way)
+            found[f"exchange{stage}.host"] = Amount(nbytes=params(away) * element)
+            found[f"outer{stage}.chip"] = Amount(nbytes=params(stay) * outer)
+            found[f"outer{stage}.host"] = Amount(nbytes=params(away) * outer)
+            found[f"back{stage}"] = Amount(nbytes=params(_blocks(blocks, back)) * own)
     return found
+
+
+def _blocks(blocks: Sequence[Block], segments: Sequence[Segment]) -> list[Block]:
+    return [b for s in segments for b in blocks[s.blocks[0] : s.blocks[1]]]
 
 
 def _replica_sites(problem: Problem, draft: PlanDraft) -> list[str]:
@@ -190,8 +218,8 @@ def _refused(problem: Problem, draft: PlanDraft, knobs: LocalKnobs) -> str:
         return "replicas of a site do not stand next to each other; say how many workers"
     if len(_workers(problem, draft, knobs)) < 2:
         return "one worker has nobody to exchange with; say how many workers"
-    if draft.expert.ep > 1:
-        return "experts spread over replicas bind the workers to one another"
+    if any(n % draft.expert.ep for n in _workers(problem, draft, knobs)):
+        return f"groups of {draft.expert.ep} replicas that share experts span workers"
     if draft.data.zero:
         return "ZeRO shares states between replicas that step by themselves"
     return ""

@@ -15,6 +15,7 @@ class SegmentArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fiel
     clipping: Clipping = "none"
     whole_steps: bool = False
     masters: bool = True
+    experts: tuple[str, ...] = ()
 
 
 class NvmeArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sim.plan.deps import segment_of
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Segment
 from strategies.lowering.cut import Cut, ended
@@ -41,13 +42,12 @@ def add_gathers(cut: Cut) -> None:
     Each as early as a buffer may be free, behind the update of the step before.
     """
 
-    def gather(use: Op, s: Segment) -> Op:
+    def gather(use: Op, s: Segment) -> list[Op]:
         kind = "UNSHARD" if use.kind == "F" else "UNSHARD_B"
         source = "H2D" if "optimizer" in s.offload else "OPT"
-        if "parameters" in s.offload:
-            return Op(kind=kind, stage=s.stage, label=s.name, mb=use.mb, deps=())
-        updated = Dep(cut.op(source, s).name, 1)
-        return Op(kind=kind, stage=s.stage, label=s.name, mb=use.mb, deps=(updated,))
+        updated = () if "parameters" in s.offload else (Dep(cut.op(source, s).name, 1),)
+        gathers = cut.each_group(kind, s, mb=use.mb)
+        return [msgspec.structs.replace(op, deps=updated) for op in gathers]
 
     passes = [i for i, op in enumerate(cut.ops) if op.kind in PASSES and op.stage in cut.gathered]
     _bring(cut, passes, gather)
@@ -65,16 +65,16 @@ def add_fetches(cut: Cut) -> None:
     away = {key for key, s in named.items() if "parameters" in s.offload}
     back = {key for key in away if "optimizer" not in named[key].offload}
 
-    def fetch(use: Op, s: Segment) -> Op | None:
+    def fetch(use: Op, s: Segment) -> list[Op]:
         if use.kind == "OPT" and cut.settings.masters:
-            return None
+            return []
         kind = FETCH_F.name if use.kind in ("F", "UNSHARD") else FETCH_B.name
         source = "OPT" if "optimizer" in s.offload else "D2H"
         made = cut.op(kind, s, mb=use.mb, priority=cut.key(s, kind))
-        return msgspec.structs.replace(made, deps=(Dep(cut.op(source, s).name, 1),))
+        return [msgspec.structs.replace(made, deps=(Dep(cut.op(source, s).name, 1),))]
 
     def uses(op: Op) -> bool:
-        key = (op.stage, op.label)
+        key = (op.stage, segment_of(op.label))
         if op.kind in ("OPT", "D2H"):
             return key in back
         return key in away and op.kind in (GATHERS if op.stage in cut.gathered else PASSES)
@@ -82,21 +82,21 @@ def add_fetches(cut: Cut) -> None:
     _bring(cut, [i for i, op in enumerate(cut.ops) if uses(op)], fetch)
 
 
-def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None]) -> None:
+def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], list[Op]]) -> None:
     """List what brings parameters before the ops that use them, through a ring of buffers.
 
     Consecutive uses of one segment share a buffer: the last block's forward and backward.
 
     Args:
         cut: whose ops. users: positions of the uses, rising.
-        make: (first use, its segment) -> the op that brings it, with its other dependencies; None
-            where the first use itself fills the buffer.
+        make: (first use, its segment) -> the ops that bring it, with their other dependencies;
+            none where the first use itself fills the buffer.
     """
     named = cut.named
     holds: list[list[int]] = []
+    whose = [(op.stage, segment_of(op.label)) for op in cut.ops]
     for i in users:
-        op, last = cut.ops[i], cut.ops[holds[-1][-1]] if holds else None
-        if last and (last.stage, last.label) == (op.stage, op.label):
+        if holds and whose[holds[-1][-1]] == whose[i]:
             holds[-1].append(i)
         else:
             holds.append([i])
@@ -107,20 +107,27 @@ def _bring(cut: Cut, users: list[int], make: Callable[[Op, Segment], Op | None])
         # The ring goes round: the first slots were left in a step before.
         steps, before = divmod(k - slots, len(holds))
         free = [
-            Dep(cut.ops[holds[before][-1]].name, -steps),
+            *(Dep(name, -steps) for name in _last_uses(cut, holds[before])),
             *(ended(cut.ops) if cut.settings.whole and k < slots else ()),
         ]
-        brings = make(op, named[op.stage, op.label])
-        if brings is None:
+        brings = make(op, named[whose[uses[0]]])
+        if not brings:
             cut.extra[op.name] += free
             continue
-        deps = (*(brings.deps or ()), *free)
-        brings = msgspec.structs.replace(brings, deps=tuple(dict.fromkeys(deps)))
         for use in uses:
             if cut.ops[use].kind != "D2H":
-                cut.extra[cut.ops[use].name].append(Dep(brings.name))
-        listed[holds[k - slots][-1] if k >= slots else -1].append(brings)
+                cut.extra[cut.ops[use].name] += [Dep(b.name) for b in brings]
+        listed[holds[k - slots][-1] if k >= slots else -1] += [
+            msgspec.structs.replace(b, deps=tuple(dict.fromkeys([*(b.deps or ()), *free])))
+            for b in brings
+        ]
     ops = list(listed[-1])
     for i, op in enumerate(cut.ops):
         ops += [op, *listed[i]]
     cut.ops = ops
+
+
+def _last_uses(cut: Cut, hold: list[int]) -> list[str]:
+    """Uses with which a buffer is left: the last pass, or all gathers, whose streams differ."""
+    names = [cut.ops[i].name for i in hold]
+    return names if cut.ops[hold[-1]].kind in GATHERS else names[-1:]

@@ -68,22 +68,22 @@ def nvme(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Vari
     Raises:
         PlanError: a segment on NVMe is not updated by the host, or not yet cut out.
     """
-    low = {(s.stage, s.name): s for s in plan.placement.segments if "nvme" in s.offload}
-    for s in low.values():
-        if "optimizer" not in s.offload:
+    for s in plan.placement.segments:
+        if "nvme" in s.offload and "optimizer" not in s.offload:
             raise PlanError(
                 f"segment {s.name} is on NVMe and its optimizer is not on the host",
                 key="placement.segments", found=" ".join(s.offload), expected="optimizer nvme",
             )  # fmt: skip
     whole = bool(args.get("whole_steps", False))
-    return [_on_drive(v, plan, low, whole) for v in variants]
+    return [_on_drive(v, plan, whole) for v in variants]
 
 
-def _on_drive(v: Variant, plan: Plan, low: dict[tuple[int, str], Segment], whole: bool) -> Variant:
+def _on_drive(v: Variant, plan: Plan, whole: bool) -> Variant:
+    own = plan.placement.segments_at(v.position, v.offload, v.recompute)
+    low = {(s.stage, s.name): s for s in own if "nvme" in s.offload}
     updates = [op for op in v.ops if op.kind == "OPT" and (op.stage, op.label) in low]
     fetches = [op for op in v.ops if op.kind in _READS and (op.stage, op.label) in low]
-    mine = {key for key, s in low.items() if s.cell == v.position}
-    if {(op.stage, op.label) for op in updates if op.stream == "host" and op.deps} != mine:
+    if {(op.stage, op.label) for op in updates if op.stream == "host" and op.deps} != set(low):
         raise PlanError(
             "NVMe needs updates on the host", key="lowering.nvme", expected="behind segments"
         )

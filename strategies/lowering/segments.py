@@ -15,11 +15,13 @@ With several microbatches the gradient adds up on the chip and leaves after the 
   the optimizer updates the shard, and the next use gathers it. Parameters on the host are fetched
   shard by shard first. A segment gathered for one pass leaves its buffer with it, so no RESHARD is
   written.
+
+Routed experts spread over replicas are summed and gathered apart, in the groups of those that hold
+the same ones; the segment's update and its host traffic stay one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -28,7 +30,6 @@ from sim.errors import PlanError
 from sim.plan.arguments import takes
 from sim.plan.op import Ref
 from sim.plan.passes import SAVES
-from sim.plan.placement import Segment
 from sim.plan.plan import Plan
 from sim.plan.variant import Variant
 from strategies.lowering.arguments import SegmentArguments
@@ -49,34 +50,33 @@ def segments(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[
             ``clipping``: one of ``CLIPPING``. ``whole_steps``: nothing of a step begins before the
             step before has ended on its rank. ``masters`` False: there are no master weights on a
             chip that updates parameters of the host, which are then fetched for the update.
+            ``experts``: segments, as "stage[name]", whose routed experts other replicas share;
+            ``lower`` writes them.
 
     Raises:
-        PlanError: unknown clipping; a plan that this pass does not carry (experts over several
-            replicas, a tied parameter on two positions, blocking transfers, ZeRO-1 or 2 with
-            parameters on the host, replicas of unlike microbatches under ZeRO-2 and 3).
+        PlanError: unknown clipping; a plan that this pass does not carry (a tied parameter on two
+            positions, blocking transfers, ZeRO-1 or 2 with parameters on the host, replicas of
+            unlike microbatches under ZeRO-2 and 3).
     """
     clipping = args.get("clipping", "none")
     if clipping not in CLIPPING:
         raise PlanError(
             "unknown clipping", key="lowering.segments", found=clipping, expected=" ".join(CLIPPING)
         )
-    found: dict[int, list[Segment]] = defaultdict(list)
-    for s in plan.placement.segments:
-        found[s.stage].append(s)
     _check(variants, plan)
     settings = Settings(
         priority=bool(args.get("priority", True)),
         clipping=clipping,
         whole=bool(args.get("whole_steps", False)),
         masters=bool(args.get("masters", True)),
+        experts=frozenset(args.get("experts", ())),
     )
-    return [_cut(Cut(v, plan, found, settings)) for v in variants]
+    return [_cut(Cut(v, plan, settings)) for v in variants]
 
 
 def _check(variants: list[Variant], plan: Plan) -> None:
     away = any("parameters" in s.offload for s in plan.placement.segments)
     reasons = {
-        "experts spread over replicas": plan.placement.ep > 1,
         "a parameter that two positions share": any(
             op.kind == "ALL_REDUCE" and op.label == "embed" for v in variants for op in v.ops
         ),
@@ -87,8 +87,7 @@ def _check(variants: list[Variant], plan: Plan) -> None:
         "segments that recompute otherwise than their cells": any(
             s.recompute not in ("", "none", v.recompute)
             for v in variants
-            for s in plan.placement.segments
-            if s.cell == v.position
+            for s in plan.placement.segments_at(v.position, v.offload, v.recompute)
         ),
         "blocking transfers": any(
             op.kind in ("F", "B", "I", "W") and op.deps is not None

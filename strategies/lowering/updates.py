@@ -35,7 +35,7 @@ def add_updates(cut: Cut) -> None:
     waiting: list[Op] = []
     late: list[Op] = []
     sent: list[str] = []
-    summed: list[str] = []
+    summed: list[list[str]] = []
     cut.ops = []
     for i, op in enumerate(old):
         if op.kind in ("REDUCE_GRAD", "OPT", "UNSHARD"):
@@ -43,20 +43,21 @@ def add_updates(cut: Cut) -> None:
         cut.ops.append(op)
         if op.kind not in ("B", "W"):
             continue
-        s, source = cut.named[op.stage, op.label], op.name
+        s, sources = cut.named[op.stage, op.label], [op.name]
         final = last[op.stage, op.label] == i
         if final:
             # Updates on the chip stand behind the next backward, so as not to wait for a reduce.
             cut.ops += waiting
             waiting = []
         if s.stage in cut.sharded:
-            source = _sum_of_one(cut, s, op, summed)
+            sources = _sum_of_one(cut, s, op, summed)
         elif final and s.stage in reduced:
-            cut.ops.append(cut.op("REDUCE_GRAD", s))
-            source = cut.ops[-1].name
+            sums = cut.each_group("REDUCE_GRAD", s)
+            cut.ops += sums
+            sources = [x.name for x in sums]
         if not final:
             continue
-        updated = _update(cut, s, source, s.stage in updated_whole)
+        updated = _update(cut, s, sources, s.stage in updated_whole)
         if "optimizer" in s.offload:
             _ring(cut, s, op, sent)
             cut.ops += updated[:2]
@@ -71,7 +72,7 @@ def add_updates(cut: Cut) -> None:
     cut.ops += [*waiting, *late]
 
 
-def _sum_of_one(cut: Cut, s: Segment, op: Op, summed: list[str]) -> str:
+def _sum_of_one(cut: Cut, s: Segment, op: Op, summed: list[list[str]]) -> list[str]:
     """ZeRO-2 (Rajbhandari et al. 2020, section 5.2): sum a microbatch's gradient into its shards.
 
     The sums of a segment share a stream, so the last one ends last. A backward takes a buffer that
@@ -79,30 +80,31 @@ def _sum_of_one(cut: Cut, s: Segment, op: Op, summed: list[str]) -> str:
     """
     slots = cut.plan.placement.gradient_buffers
     if len(summed) >= slots:
-        cut.extra[op.name].append(Dep(summed[-slots]))
-    cut.ops.append(cut.op("REDUCE_GRAD", s, op.name, mb=op.mb))
-    summed.append(cut.ops[-1].name)
+        cut.extra[op.name] += [Dep(name) for name in summed[-slots]]
+    sums = cut.each_group("REDUCE_GRAD", s, op.name, mb=op.mb)
+    cut.ops += sums
+    summed.append([x.name for x in sums])
     return summed[-1]
 
 
-def _update(cut: Cut, s: Segment, source: str, gathers: bool) -> list[Op]:
-    """The update of a segment whose gradient ``source`` completes."""
+def _update(cut: Cut, s: Segment, sources: list[str], gathers: bool) -> list[Op]:
+    """The update of a segment whose gradient ``sources`` complete."""
     key = cut.key(s)
     if "optimizer" in s.offload:
-        copy = cut.op("D2H", s, source, priority=key)
+        copy = cut.op("D2H", s, *sources, priority=key)
         update = cut.op("OPT", s, copy.name, stream="host", priority=key)
         found = [copy, update]
         if "parameters" not in s.offload:
             found.append(cut.op("H2D", s, update.name, priority=key))
         cut.ready.append(copy.name)
     else:
-        cut.ready.append(source)
-        found = [cut.op("OPT", s, source)]
+        cut.ready += sources
+        found = [cut.op("OPT", s, *sources)]
         if "parameters" in s.offload:
             after = found[-1].name
             found.append(cut.op("D2H", s, after, amount="parameters", priority=key))
     if gathers:
-        found.append(cut.op("UNSHARD", s, found[-1].name))
+        found += cut.each_group("UNSHARD", s, found[-1].name)
     return found
 
 

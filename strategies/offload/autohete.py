@@ -8,14 +8,15 @@ their parameters are needed last.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
 from sim.errors import InputError
-from sim.plan.draft import OffloadKnobs, PlanDraft
-from sim.plan.layers import cut_layers, not_by_segment
+from sim.plan.draft import CellKnobs, OffloadKnobs, PlanDraft
+from sim.plan.layers import SEGMENTS, cut_layers, not_by_segment
 from sim.plan.placement import Segment
 from sim.plan.plan import Call, Table
 from sim.plan.schedules import explicit_order, positions
@@ -53,6 +54,8 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
         parameter_buffers, gradient_buffers: layers on their way, on each chip; parameters go both
             ways through theirs.
         failure_rate: share of steps whose check fails ("speculate" only); assumed.
+        accelerators: whose cells recompute and keep things on the host, the others nothing; () for
+            all.
     """
 
     checkpointed: int = 0
@@ -67,6 +70,7 @@ class AutoHeteKnobs(msgspec.Struct, frozen=True, kw_only=True):
     parameter_buffers: int = 2
     gradient_buffers: int = 2
     failure_rate: float = 0.01
+    accelerators: tuple[str, ...] = ()
 
 
 class AutoHete:
@@ -76,9 +80,10 @@ class AutoHete:
     axis = "offload"
     paper = "AutoHete, arXiv:2503.01890, as a third-party digest describes it"
     owns = frozenset(
-        {"cells.recompute", "passes", "barrier", "exact", "reason", "tables"}
+        {"cells.recompute", "cells.offload", "passes", "barrier", "exact", "reason", "tables"}
         | {f"offload.{field}" for field in OffloadKnobs.__struct_fields__}
     )
+    adds = frozenset({"passes", "barrier", "exact", "reason", "tables"})
     knobs = AutoHeteKnobs
 
     def space(self, problem: Problem, draft: PlanDraft | None = None) -> Space[AutoHeteKnobs]:
@@ -87,7 +92,7 @@ class AutoHete:
         fp16 skips a step whose gradients overflow, so its updates are speculated or wait.
         """
         given = draft_or_default(problem, draft)
-        why = _refused(problem, given, {c.stage for c in given.cells})
+        why = _refused(problem, given, {c.stage for c in given.cells}, given.cells)
         if why:
             return Space((), why)
         n = problem.model.num_layers
@@ -112,8 +117,15 @@ class AutoHete:
         segments = layer_segments(problem, given, knobs)
         # Cells price the recomputation; segments that recompute nothing say so.
         again = {s.cell for s in segments if s.recompute == "full"}
+        away = _cells_away(problem, given, knobs)
         cells = tuple(
-            msgspec.structs.replace(c, recompute="full" if c.stage in again else "none")
+            msgspec.structs.replace(
+                c,
+                recompute="full"
+                if c.stage in again and (c in away or c.recompute == "full")
+                else "none",
+                offload="" if c in away else "none",
+            )
             for c in given.cells
         )
         reason = INEXACT.get(knobs.clipping, "")
@@ -133,26 +145,48 @@ class AutoHete:
                 gradient_buffers=knobs.gradient_buffers,
                 late_updates=knobs.clipping == "global",
             ),
-            passes=(*given.passes, Call("segments", 1, args), *drives(segments, knobs.whole_steps)),
+            passes=(*_with_segments(given, args), *drives(segments, knobs.whole_steps)),
             barrier=knobs.whole_steps,
-            exact=not reason,
-            reason=reason,
+            exact=given.exact and not reason,
+            reason="; ".join(r for r in (given.reason, reason) if r),
             tables=given.tables | _tables(knobs),
         )
 
 
+def _with_segments(draft: PlanDraft, args: dict[str, Any]) -> tuple[Call, ...]:
+    """The passes with the one that runs segments: at its place if it is there, else behind.
+
+    Segments that another strategy cut do not say what is recomputed; a draft whose segments do has
+    been here before, and two calls of the pass are refused.
+    """
+    call, again = Call(SEGMENTS, 1, args), any(s.recompute for s in draft.offload.segments)
+    if again or all(c.name != SEGMENTS for c in draft.passes):
+        return (*draft.passes, call)
+    return tuple(call if c.name == SEGMENTS else c for c in draft.passes)
+
+
+def _cells_away(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> list[CellKnobs]:
+    """Cells that the knobs are for."""
+    if not knobs.accelerators:
+        return list(draft.cells)
+    kinds = [n.accelerator for n in problem.machine.nodes for _ in range(*n.chips)]
+    return [c for c in draft.cells if kinds[c.chips[0]] in knobs.accelerators]
+
+
 def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> tuple[Segment, ...]:
-    """Return one segment per layer of every virtual stage; embedding and head stand apart."""
+    """Return one segment per layer of every virtual stage; embedding and head stand apart.
+
+    Segments that the draft names already stay, and share their layer's choice.
+    """
     places, n = _places(problem, draft), problem.model.num_layers
-    own = Counter(s.cell for s, inside in places if inside)
-    seen: Counter[int] = Counter()
+    own = _layers(problem, places)
     found = []
     for s, inside in places:
         layer = problem.model.blocks[s.blocks[0]].layer
         counts, place, total = (knobs.checkpointed, knobs.parameters, knobs.optimizer), layer, n
         if knobs.stages:
-            counts, place, total = knobs.stages[s.cell], seen[s.cell], own[s.cell]
-        seen[s.cell] += inside
+            counts, total = knobs.stages[s.cell], len(own[s.cell])
+            place = own[s.cell].index((s.stage, layer)) if inside else 0
         host = []
         if inside and place < counts[1]:
             host.append("parameters")
@@ -167,8 +201,20 @@ def layer_segments(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> 
 
 def own_layers(problem: Problem, draft: PlanDraft) -> tuple[int, ...]:
     """Return how many layers each pipeline position has; one cut in two counts on both sides."""
-    own = Counter(s.cell for s, inside in _places(problem, draft) if inside)
-    return tuple(own[s] for s in range(1 + max(c.stage for c in draft.cells)))
+    own = _layers(problem, _places(problem, draft))
+    return tuple(len(own[s]) for s in range(1 + max(c.stage for c in draft.cells)))
+
+
+def _layers(
+    problem: Problem, places: Sequence[tuple[Segment, bool]]
+) -> dict[int, list[tuple[int, int]]]:
+    """(Virtual stage, layer) of the layers of every position, in the model's order."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for s, inside in places:
+        key = (s.stage, problem.model.blocks[s.blocks[0]].layer)
+        if inside and key not in found[s.cell]:
+            found[s.cell].append(key)
+    return found
 
 
 def _places(problem: Problem, draft: PlanDraft) -> list[tuple[Segment, bool]]:
@@ -183,7 +229,7 @@ def _places(problem: Problem, draft: PlanDraft) -> list[tuple[Segment, bool]]:
         Segment(stage=v, cell=where[v], blocks=ends)
         for v, ends in enumerate(itertools.pairwise(cuts))
     ]
-    found = cut_layers(problem.model, stages)
+    found = draft.offload.segments or cut_layers(problem.model, stages)
     return [(s, 0 <= blocks[s.blocks[0]].layer < n) for s in found]
 
 
@@ -198,8 +244,17 @@ def _check(problem: Problem, draft: PlanDraft, knobs: AutoHeteKnobs) -> None:
             found=str(knobs.failure_rate),
             expected="0 to 1",
         )
+    cells = _cells_away(problem, draft, knobs)
+    if not cells:
+        kinds = sorted({n.accelerator for n in problem.machine.nodes})
+        raise InputError(
+            "no cell is on these accelerators",
+            key="offload.accelerators",
+            found=" ".join(knobs.accelerators),
+            expected=" ".join(kinds),
+        )
     away = {s.cell for s in layer_segments(problem, draft, knobs) if s.offload}
-    why = _refused(problem, draft, away)
+    why = _refused(problem, draft, away, cells)
     fetches = knobs.parameters or any(p for _, p, _ in knobs.stages)
     if not why and fetches and draft.data.zero in WHOLE:
         why = "ZeRO-1 and 2 keep parameters whole on each rank; take stage 3 or the optimizer only"
@@ -248,12 +303,18 @@ def _skips(problem: Problem) -> bool:
     return problem.job.dtype == "fp16"
 
 
-def _refused(problem: Problem, draft: PlanDraft, away: Collection[int]) -> str:
-    """Why the pass does not carry a draft with these positions on the host, "" when it does."""
+def _refused(
+    problem: Problem, draft: PlanDraft, away: Collection[int], cells: Sequence[CellKnobs]
+) -> str:
+    """Why the pass does not carry a draft, "" when it does.
+
+    Args:
+        problem, draft: see there. away: positions with something on the host. cells: that do that.
+    """
     why = not_by_segment(problem, draft)
     if why:
         return why
-    chips = {k for c in draft.cells if c.stage in away for k in c.chips}
+    chips = {k for c in cells if c.stage in away for k in c.chips}
     if any(not n.pcie_rate and chips & set(range(*n.chips)) for n in problem.machine.nodes):
         return "a node has no link to host memory"
     return ""

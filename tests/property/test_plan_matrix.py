@@ -68,8 +68,10 @@ def draft_of(model: str, chips: int, mesh: dict[str, int], knobs: dict[str, Any]
     )  # fmt: skip
     pipeline = msgspec.structs.replace(draft.pipeline, whole_boundaries=rng.random() < 0.2)
     counts = list(draft.data.microbatches)
-    if len(counts) > 1 and counts[0] > 1 and "chunks" not in knobs and rng.random() < 0.3:
-        counts[0], counts[1] = counts[0] + 1, counts[1] - 1
+    ep = mesh["ep"]
+    if len(counts) > ep and counts[0] > 1 and "chunks" not in knobs and rng.random() < 0.3:
+        # Replicas that share experts run equally many.
+        counts[:ep], counts[ep : 2 * ep] = [counts[0] + 1] * ep, [counts[ep] - 1] * ep
     data = msgspec.structs.replace(draft.data, microbatches=tuple(counts))
     return msgspec.structs.replace(draft, pipeline=pipeline, data=data, barrier=rng.random() < 0.7)
 

@@ -189,11 +189,11 @@ def test_what_is_refused(knobs: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(("zero", {}), "ZeRO shares"), (("expert", {"ep": 2}), "bind the workers")],
+    [(("zero", {}), "ZeRO shares"), (("expert", {"ep": 4}), "share experts span workers")],
 )
 def test_strategies_that_do_not_go_with_workers(
     more: tuple[str, dict[str, Any]], message: str
 ) -> None:
     given = load_problem("v100_t4", MOE, {"global_batch": 16, "sequence_length": 256})
     with pytest.raises(InputError, match=message):
-        compose(given, [*GRID, more, ("local_sgd", {"inner": 4, "workers": 2})])
+        compose(given, [*GRID, more, ("local_sgd", {"inner": 4, "workers": 8})])

@@ -10,7 +10,7 @@ import pytest
 
 from sim.errors import InputError, PlanError
 from sim.plan.deps import resolve
-from sim.plan.draft import DataKnobs, ExpertKnobs, PipelineKnobs, PlanDraft
+from sim.plan.draft import DataKnobs, PipelineKnobs, PlanDraft
 from sim.plan.flat import flatten
 from sim.plan.lower import lower
 from sim.plan.op import Dep, Op
@@ -131,7 +131,6 @@ def drafted(**changes: Any) -> PlanDraft:
     ("changes", "message"),
     [
         ({"data": DataKnobs(microbatches=(2, 1, 1), zero=2)}, "equally many"),
-        ({"expert": ExpertKnobs(ep=2)}, "experts"),
         ({"pipeline": PipelineKnobs(blocking_p2p=True)}, "blocking"),
         ({"data": DataKnobs(microbatches=(1,) * 4, zero=3, buffers=-1)}, "below its range"),
     ],
