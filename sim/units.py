@@ -2,7 +2,7 @@
 
 The parser is closed: a unit is in the table below or it is refused with the nearest one that is.
 ``B`` is a byte and ``b`` a bit; ``k`` is 1000 and ``Ki`` 1024; case always counts. Results are SI:
-[B], [B/s], [s], [FLOP], [FLOP/s], [USD/s], [USD/B].
+[B], [B/s], [s], [FLOP], [FLOP/s], [USD/s], [USD/B], [W].
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from sim.errors import InputError
 __all__ = ["DIMENSIONS", "Dimension", "format_quantity", "parse_quantity", "unit_names"]
 
 Dimension = Literal[
-    "bytes", "bytes/s", "bits/s", "seconds", "FLOP", "FLOP/s", "USD/s", "USD/B", "count", "fraction"
+    "bytes",
+    "bytes/s",
+    "bits/s",
+    "seconds",
+    "FLOP",
+    "FLOP/s",
+    "USD/s",
+    "USD/B",
+    "W",
+    "count",
+    "fraction",
 ]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 
@@ -55,6 +65,7 @@ _UNITS: dict[Dimension, dict[str, Fraction]] = {
     "FLOP/s": {u + "/s": f for u, f in _FLOP.items()},
     "USD/s": {"USD/s": Fraction(1), "USD/h": Fraction(1, 3600)},
     "USD/B": {"USD/" + u: 1 / f for u, f in _BYTES.items()},
+    "W": _prefixed({"W": Fraction(1)}, _DECIMAL),
     "count": {p: Fraction(f) for p, f in _ALL.items()},
     "fraction": {"": Fraction(1), "%": Fraction(1, 100)},
 }
@@ -69,6 +80,7 @@ _PRINT: dict[Dimension, tuple[str, ...]] = {
     "FLOP/s": ("EFLOP/s", "PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
     "USD/s": ("USD/h",),
     "USD/B": ("USD/GB",),
+    "W": ("MW", "kW", "W"),
     "count": ("",),
     "fraction": ("%",),
 }
@@ -93,7 +105,8 @@ def parse_quantity(text: str | float, dimension: Dimension) -> float:
         text: e.g. "400 Gb/s". dimension: what is wanted.
 
     Returns:
-        The value in SI: [B], [B/s], [b/s] for "bits/s", [s], [FLOP], [FLOP/s], [USD/s], [USD/B].
+        The value in SI: [B], [B/s], [b/s] for "bits/s", [s], [FLOP], [FLOP/s], [USD/s], [USD/B],
+        [W].
 
     Raises:
         InputError: not a number, not finite, negative, or a unit of another dimension.

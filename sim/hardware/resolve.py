@@ -118,6 +118,8 @@ def resolve_accelerator(
             raise InputError(f"{name}: must be positive", key=f"peaks.{dtype}", found="0")
         changed = changes is not None and changes.peaks is not None and dtype in changes.peaks
         layer, origin = layers[0] if changed else layers[1]
+        if _evidence(peak, layer) in _GUESSES:
+            assumed.append(f"peaks.{dtype}")
         sources[f"peak_flops_per_s.{dtype}"] = _origin(peak, layer, origin)
     for flag in ("async_compute", "calibrated"):
         given = [v for layer, _ in layers if layer and (v := getattr(layer, flag)) is not None]

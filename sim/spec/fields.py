@@ -26,6 +26,7 @@ __all__ = [
     "StatedFactor",
     "StatedFlopRate",
     "StatedFraction",
+    "StatedPower",
     "StatedPriceRate",
     "StatedPricePerByte",
     "StatedRate",
@@ -147,6 +148,7 @@ _SI_UNIT: dict[Dimension, str] = {
     "FLOP/s": "FLOP/s",
     "USD/s": "USD/s",
     "USD/B": "USD/B",
+    "W": "W",
     "count": "",
     "fraction": "",
 }
@@ -164,3 +166,4 @@ StatedFraction = Annotated[Stated, BeforeValidator(_stated("fraction")), _write(
 StatedFactor = Annotated[Stated, BeforeValidator(_stated("count")), _write("count")]
 StatedPriceRate = Annotated[Stated, BeforeValidator(_stated("USD/s")), _write("USD/s")]
 StatedPricePerByte = Annotated[Stated, BeforeValidator(_stated("USD/B")), _write("USD/B")]
+StatedPower = Annotated[Stated, BeforeValidator(_stated("W")), _write("W")]

@@ -21,6 +21,7 @@ from sim.spec.fields import (
     StatedFactor,
     StatedFlopRate,
     StatedFraction,
+    StatedPower,
     StatedPricePerByte,
     StatedPriceRate,
     StatedRate,
@@ -46,14 +47,19 @@ __all__ = [
 
 Duplex = Literal["full", "half"]
 LinkKind = Literal["fabric", "pcie", "nic", "uplink", "wan"]
+PeakDtype = Dtype | Literal["int8"]
+"""What a peak is of; of int8 it counts operations, and no job computes in it."""
 
 
 class AcceleratorNumbers(Doc):
-    """The numbers of an accelerator, all optional: what a cluster file may override."""
+    """The numbers of an accelerator, all optional: what a cluster file may override.
+
+    ``power`` [W] is the board's limit; nothing is reckoned with it.
+    """
 
     memory: StatedBytes | None = None
     memory_bandwidth: StatedRate | None = None
-    peaks: dict[Dtype, StatedFlopRate] | None = None
+    peaks: dict[PeakDtype, StatedFlopRate] | None = None
     gemm_efficiency: StatedFraction | None = None
     gemm_half: StatedFactor | None = None
     attention_efficiency: StatedFraction | None = None
@@ -65,6 +71,7 @@ class AcceleratorNumbers(Doc):
     async_compute: bool | None = None
     context: StatedBytes | None = None
     allocator_gap: StatedFraction | None = None
+    power: StatedPower | None = None
     price: StatedPriceRate | None = None
     calibrated: bool | None = None
 
@@ -101,7 +108,7 @@ class AcceleratorDoc(Origin, AcceleratorNumbers):
     sparse: bool = False
     memory: StatedBytes
     memory_bandwidth: StatedRate
-    peaks: dict[Dtype, StatedFlopRate] = Field(min_length=1)
+    peaks: dict[PeakDtype, StatedFlopRate] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _dense(self) -> AcceleratorDoc:

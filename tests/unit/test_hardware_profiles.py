@@ -19,10 +19,11 @@ from sim.spec.load import parse_text, read_source, validate
 from sim.spec.origins import Origin, Tag, require_sources, stated_numbers, tags
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
 
-CLUSTERS = (
+PROMISED = (
     "a100x64", "h100_a100_wan", "h2_1024", "h2_1024_oversubscribed", "one_a100_40gb",
     "two_processes", "uneven_workers", "v100_t4",
 )  # fmt: skip
+CLUSTERS = bundled_catalog().names("clusters")
 KINDS: dict[ProfileKind, type[Doc]] = {
     "accelerators": AcceleratorDoc,
     "links": LinkDoc,
@@ -122,9 +123,9 @@ def test_every_number_of_a_cluster_has_a_source(name: str) -> None:
 
 def test_the_bundle_is_what_was_promised() -> None:
     catalog = bundled_catalog()
-    assert catalog.names("clusters") == CLUSTERS
+    assert set(PROMISED) <= set(CLUSTERS)
     chips = {}
-    for name in CLUSTERS:
+    for name in PROMISED:
         machine = build_machine(catalog.cluster(name))
         chips[name] = {
             a: sum(n.chips[1] - n.chips[0] for n in machine.nodes if n.accelerator == a)
@@ -223,7 +224,7 @@ def test_unknown_profile_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean A100-SXM4-80GB") as caught:
         bundled_catalog().accelerator("a100-sxm-80gb")
     assert "H100-SXM5-80GB" in caught.value.expected
-    with pytest.raises(InputError, match="did you mean V100-SXM2-16GB"):
+    with pytest.raises(InputError, match="did you mean .*V100-SXM2-16GB"):
         bundled_catalog().accelerator("v100")
     for name in ("../accelerators/T4", "", "T4.yaml", "*"):
         with pytest.raises(InputError, match="no profile"):
