@@ -64,7 +64,7 @@ $(VENV)/.core: $(PY) $(BUILD_INPUTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP_INSTALL) $(TORCH_FROM) -e ".[dev,runtime]"
+	$(PIP_INSTALL) $(TORCH_FROM) -e ".[dev,runtime,tensorboard]"
 	@touch $@
 
 clean:
