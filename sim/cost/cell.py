@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.collective import collective_cost, places
-from sim.cost.compute import BlockTime, Shape, block_time
+from sim.cost.compute import BlockTime, Shape, block_time, routed_part
 from sim.cost.measured import MeasuredTimes
-from sim.hardware.machine import Machine
+from sim.errors import InputError
+from sim.hardware.machine import Accelerator, Machine
 from sim.model.amounts import output_elements
 from sim.model.graph import Block, Model
 from sim.problem import Problem
@@ -69,6 +70,8 @@ class CellTimes(msgspec.Struct, frozen=True, kw_only=True):
         flops: [FLOP] of one rank, shape (4, L), in the same order.
         comm: [s] of the passes that boxed collectives take, by ``INNER_GROUPS``, shape (3, 4, L);
             0 for measured blocks, whose collectives were not measured apart.
+        routed: [s] of the passes, then [FLOP], that routed tokens make (sim.cost.compute),
+            shape (8, L); nan for measured blocks with experts.
     """
 
     forward: Floats
@@ -77,6 +80,7 @@ class CellTimes(msgspec.Struct, frozen=True, kw_only=True):
     recompute: Floats
     flops: Floats
     comm: Floats
+    routed: Floats
 
 
 class BlockClasses:
@@ -105,14 +109,18 @@ class BlockClasses:
         self.measured = MeasuredTimes(model) if model.times else None
 
 
-def cell_times(problem: Problem, classes: BlockClasses, spec: CellSpec) -> CellTimes:
+def cell_times(
+    problem: Problem, classes: BlockClasses, spec: CellSpec, part: str = ""
+) -> CellTimes:
     """Return the times of all blocks on one cell.
 
     Args:
         problem: machine and job. classes: of the problem's model. spec: the cell.
+        part: only what routed "experts" do, only the "rest", or both ("").
 
     Raises:
-        InputError: a measured table lacks this split, or the accelerator the dtype.
+        InputError: a measured table lacks this split, or the accelerator the dtype, or a part is
+            asked for of blocks that are measured whole.
     """
     accelerator = problem.machine.accelerators[spec.accelerator]
     rows = []
@@ -120,19 +128,57 @@ def cell_times(problem: Problem, classes: BlockClasses, spec: CellSpec) -> CellT
         own = block_time(block, accelerator, spec.shape, problem.job.dtype, classes.measured)
         forward, backward = (_NONE, _NONE) if own.measured else _boxed(problem, block, output, spec)
         again = forward if spec.shape.recompute == "full" and own.recompute else _NONE
-        rows.append(_row(own, forward, backward, again))
-    table = np.array(rows, np.float64).reshape(-1, 8 + 4 * len(INNER_GROUPS))[classes.member].T
-    return CellTimes(
+        routed = _routed(block, accelerator, spec, problem.job.dtype, own.measured)
+        rows.append((*_row(own, forward, backward, again), *routed))
+    table = np.array(rows, np.float64).reshape(-1, 16 + 4 * len(INNER_GROUPS))[classes.member].T
+    times = CellTimes(
         forward=table[0],
         input_grad=table[1],
         weight_grad=table[2],
         recompute=table[3],
         flops=table[4:8],
-        comm=table[8:].reshape(4, len(INNER_GROUPS), -1).swapaxes(0, 1),
+        comm=table[8:-8].reshape(4, len(INNER_GROUPS), -1).swapaxes(0, 1),
+        routed=table[-8:],
+    )
+    return _in_part(times, part) if part else times
+
+
+def _in_part(times: CellTimes, part: str) -> CellTimes:
+    """Experts' passes hold no collective: the exchanges are ops where experts are."""
+    if np.isnan(times.routed).any():
+        raise InputError(
+            "a measured block is not measured in parts",
+            key="model.times",
+            found="a block with experts",
+            expected="a model whose experts' times are worked out",
+        )
+    whole = np.stack([times.forward, times.input_grad, times.weight_grad, times.recompute])
+    own, flops = times.routed[:4], times.routed[4:]
+    if part == "rest":
+        own, flops = whole - own, times.flops - flops
+    return msgspec.structs.replace(
+        times,
+        forward=own[0],
+        input_grad=own[1],
+        weight_grad=own[2],
+        recompute=own[3],
+        flops=flops,
+        comm=np.zeros_like(times.comm) if part == "experts" else times.comm,
     )
 
 
 _NONE: Inner = (0.0, 0.0, 0.0)
+
+
+def _routed(
+    block: Block, accelerator: Accelerator, spec: CellSpec, dtype: str, measured: bool
+) -> tuple[float, ...]:
+    if not block.num_experts:
+        return (0.0,) * 8
+    if measured:
+        return (np.nan,) * 8
+    own = block_time(routed_part(block), accelerator, spec.shape, dtype)
+    return own.forward, own.input_grad, own.weight_grad, own.recompute, *own.flops
 
 
 def _row(own: BlockTime, forward: Inner, backward: Inner, again: Inner) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ __all__ = [
     "compute_dtype",
     "gemm_efficiency",
     "optimizer_time",
+    "routed_part",
 ]
 
 ELEMENTWISE_BACKWARD = 1.5
@@ -160,6 +161,18 @@ def block_time(
     )
 
 
+def routed_part(block: Block) -> Block:
+    """Return what of a block routed tokens make: their products and what lies between these.
+
+    The router, the tokens' way to the experts' order and back, and shared experts are not part.
+    """
+    gemms = tuple(g for g in block.gemms if g.routed)
+    width = sum(g.count * (g.k if g.split == "row" else g.n) for g in gemms)
+    return msgspec.structs.replace(
+        block, gemms=gemms, elementwise=float(block.top_k * width), elementwise_split=1.0
+    )
+
+
 class _RankWork:
     """A block's work on one rank, turned into seconds pass by pass."""
 
@@ -177,7 +190,8 @@ class _RankWork:
             shape.recompute == "full"
             or (shape.recompute == "selective" and block.attention is not None)
         )
-        self.overhead = accelerator.kernel_overhead_s * (2 if block.num_experts else 1)
+        parts = len({g.routed for g in block.gemms}) if block.num_experts else 1
+        self.overhead = accelerator.kernel_overhead_s * parts
 
     def flops(self) -> tuple[float, float, float, float]:
         products = sum(2.0 * m * n * k * count for m, n, k, count in self.gemms)

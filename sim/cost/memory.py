@@ -9,8 +9,8 @@ Terms [B] of a cell's fullest rank:
     activations     kept for the backward pass, times microbatches in flight
     working         what one backward needs for a moment: the recomputed layer, the gradient of a
                     block's input and output, the 16-bit weight gradient of the largest block
-    gathered        parameters on their way from other ranks or the host; none up to ZeRO-1, which
-                    updates in place
+    gathered        parameters on their way from other ranks or the host, and of experts that others
+                    lend; else none up to ZeRO-1, which updates in place
     communication   receive buffers, and the gathered sequence under sequence parallelism
     logits          logits in the compute dtype and their fp32 softmax and gradient
     allocator gap   the accelerator's share of all of the above (reserved minus allocated)
@@ -58,6 +58,7 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
         late_gradients: reduced gradients that wait for their update beside the one that is summed.
         remote_optimizer: optimizer states are held, and used, by a server.
         outer_bytes: [B] per parameter of states that outlive local steps (local SGD).
+        slots: experts that others lend for a step, in every block with experts.
     """
 
     microbatch: int = 1
@@ -71,6 +72,7 @@ class MemoryKnobs(msgspec.Struct, frozen=True, kw_only=True):
     late_gradients: int = 0
     remote_optimizer: bool = False
     outer_bytes: float = 0.0
+    slots: int = 0
 
 
 def stage_memory_terms(
@@ -99,6 +101,7 @@ def stage_memory_terms(
     dense, experts = table.rank_params(low, high, tp, knobs.ep)
     dense, experts = dense.sum(-1) - _held_once(table, low, high) / tp, experts.sum(-1)
     count = dense + experts
+    lent = knobs.slots * table.total("params_expert", low, high).sum(-1) / tp
     # Experts are replicated over fewer ranks than the rest, and sharded over those.
     expert_shards = max(1, knobs.shards // knobs.ep)
     owned = dense / knobs.shards + experts / expert_shards
@@ -106,13 +109,13 @@ def stage_memory_terms(
     copies = job.dtype == "fp16" and job.gradient_bytes > job.param_bytes
     terms = {
         "parameters": count * job.param_bytes,
-        "gradients": count * job.gradient_bytes * (1 + knobs.late_gradients),
+        "gradients": (count * (1 + knobs.late_gradients) + lent) * job.gradient_bytes,
         "gradient copy": count * (job.param_bytes if copies else 0),
         "optimizer": owned * (0 if knobs.remote_optimizer else job.optimizer_bytes)
         + count * knobs.outer_bytes,
         "activations": (kept * in_flight).sum(-1) * tokens,
         "working": _working(table, job, low, high, knobs, copies),
-        "gathered": np.zeros_like(count),
+        "gathered": lent * job.param_bytes,
         "communication": _buffers(table, low, high, knobs, tokens),
         "logits": table.total("logits_elements", low, high).sum(-1)
         * (job.activation_bytes + 8)

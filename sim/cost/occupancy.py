@@ -12,6 +12,7 @@ from sim.cost.memory import TERMS, stage_memory_terms
 from sim.cost.offload import segment_terms
 from sim.errors import SimulationError
 from sim.model.amounts import block_table
+from sim.plan.deps import of_experts
 from sim.plan.graph import OpGraph
 from sim.plan.op import Op
 from sim.plan.plan import Plan
@@ -98,7 +99,12 @@ class _Kept:
                 self._parts[at] = max(self._parts.get(at, 1), op.part + 1)
 
     def of(self, op: Op, rank: int) -> float:
-        """Bytes that this F keeps, or this R adds to it, allocator gap included [B]."""
+        """Bytes that this F keeps, or this R adds to it, allocator gap included [B].
+
+        What a segment keeps counts with the part of it that is not its experts'.
+        """
+        if of_experts(op.label):
+            return 0.0
         cell = self.wiring.cell_of[rank]
         stage = self.wiring.stage_of(op, rank)
         parts = self._parts.get((op.stage, op.label), 1) if op.part >= 0 else 1

@@ -129,11 +129,11 @@ def segment_terms(
     updated = sum(s.owned for s in shares if "optimizer" not in s.segment.offload)
     gradients = _gradients(plan, cell, shares, knobs)
     terms["parameters"] = staying * job.param_bytes
-    lent = terms["gathered"]
-    terms["gathered"] = lent + placement.parameter_buffers * rings * job.param_bytes
+    gradients += terms["gathered"] / job.param_bytes  # of lent experts
+    terms["gathered"] += placement.parameter_buffers * rings * job.param_bytes
     kept = sum(s.held for s in shares if "optimizer" not in s.segment.offload)
     terms["optimizer"] = updated * job.optimizer_bytes + kept * knobs.outer_bytes
-    terms["gradients"] = gradients * job.gradient_bytes + lent / job.param_bytes * job.gradient_bytes
+    terms["gradients"] = gradients * job.gradient_bytes
     terms["gradient copy"] = gradients * job.param_bytes if copied else 0.0
     saved = {s.stage: 0.0 for s in stages}
     for share in shares:

@@ -105,7 +105,8 @@ def late_units(graph: OpGraph, node: int, amount: ArrayLike) -> float:
 
     A scalar is itself. Of a vector over members, compute takes its own rank's entry, a collective
     the largest. Of a matrix (sender, receiver), a collective takes what the busiest member
-    receives from others, compute what its own rank receives from all.
+    receives from others, compute what its own rank receives from all. Members are those of the
+    group that the op names, or else of the first of the rank's groups that has as many.
 
     Raises:
         InputError: the amount's shape fits no group of the node's rank.
@@ -115,6 +116,12 @@ def late_units(graph: OpGraph, node: int, amount: ArrayLike) -> float:
         return float(values)
     local = graph.wire[node] < 0
     if values.ndim == 2:
+        if values.shape[0] != values.shape[1]:
+            raise InputError(
+                f"late amount of {graph.label(node)} is a matrix of members x members",
+                found=" x ".join(map(str, values.shape)),
+                expected="as many rows as columns",
+            )
         if not local:
             return float((values.sum(0) - np.diagonal(values)).max())
         values = values.sum(0)
@@ -125,8 +132,12 @@ def late_units(graph: OpGraph, node: int, amount: ArrayLike) -> float:
 
 def _position(graph: OpGraph, node: int, values: NDArray[np.float64]) -> int:
     """Index of the node's rank in the group that the vector is over."""
-    actor = graph.actors[graph.actor[node]]
-    groups: list[tuple[int, ...]] = [w.group for w in graph.wires if len(w.group) == len(values)]
+    actor, role = graph.actors[graph.actor[node]], graph.ops[node].group
+    groups: list[tuple[int, ...]] = [
+        w.group
+        for w in graph.wires
+        if len(w.group) == len(values) and (not role or role in w.roles)
+    ]
     for group in groups:
         for rank in actor.ranks:
             if rank in group:

@@ -72,7 +72,9 @@ def collective_of(work: Work, op: Op, wire: Wire, rank: int) -> tuple[str, float
     if op.kind == "ALL_TO_ALL":
         moe = [b for b in work.segment(op, rank) if b.num_experts]
         if moe:
-            return "all_to_all", token_bytes * moe[0].top_k * moe[0].input_elements
+            held = token_bytes * moe[0].top_k * moe[0].input_elements
+            split = work.cell(rank, op).tp if work.math.sequence_parallel else 1
+            return "all_to_all", held / split
     return _COLLECTIVE.get(op.kind, "all_reduce"), _stated_bytes(work, op)
 
 

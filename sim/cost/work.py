@@ -12,6 +12,7 @@ from sim.errors import InputError
 from sim.hardware.machine import Accelerator
 from sim.model.amounts import rank_params
 from sim.model.graph import Block
+from sim.plan.deps import of_experts, segment_of
 from sim.plan.graph import OpGraph
 from sim.plan.op import Op
 from sim.plan.placement import Cell
@@ -20,7 +21,6 @@ from sim.plan.wiring import Wiring
 from sim.problem import Problem
 
 __all__ = ["PASSES", "Effort", "Work"]
-from sim.plan.deps import of_experts, segment_of
 
 PASSES = ("F", "B", "I", "W", "R")
 _LOCAL = ("LOOKUP", "ENCODE", "DECODE", "OPT", "APPLY")
@@ -56,15 +56,18 @@ class Work:
         self.classes = BlockClasses(problem.model)
         self.parts: dict[tuple[int, str], int] = {}
         self.listed: set[tuple[str, int]] = set()
+        self.apart: set[tuple[int, str]] = set()
         for op in {id(o): o for o in graph.ops}.values():
             if op.part >= 0:
                 key = (op.stage, op.label)
                 self.parts[key] = max(self.parts.get(key, 1), op.part + 1)
+            if op.kind in PASSES and of_experts(op.label):
+                self.apart.add((op.stage, segment_of(op.label)))
             if op.kind in ("ALL_REDUCE", "ALL_TO_ALL"):
                 role = op.group or ("ep" if op.kind == "ALL_TO_ALL" else "tp")
                 self.listed.add((role, op.stage))
         self._specs: dict[tuple[int, int, int, int], CellSpec] = {}
-        self._cells: dict[CellSpec, CellTimes] = {}
+        self._cells: dict[tuple[CellSpec, str], CellTimes] = {}
         self._peers: dict[tuple[int, str], list[tuple[int, ...]]] = {}
 
     # -- where ----------------------------------------------------------------------------------
@@ -189,9 +192,11 @@ class Work:
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self.spec(cell, parts, op.stage)
-        if spec not in self._cells:
-            self._cells[spec] = cell_times(self.problem, self.classes, spec)
-        return self._cells[spec]
+        part = "rest" if (op.stage, op.label) in self.apart else ""
+        part = "experts" if of_experts(op.label) else part
+        if (spec, part) not in self._cells:
+            self._cells[spec, part] = cell_times(self.problem, self.classes, spec, part)
+        return self._cells[spec, part]
 
     def spec(self, cell: Cell, parts: int = 1, stage: int = -1) -> CellSpec:
         """What decides a cell's times, its groups and their neighbours included.

@@ -183,7 +183,7 @@ class BlockTable:
         layer: label. opens: True for the first block of a layer, whose input full recomputation
             keeps. in_layer: True for blocks that recomputation applies to.
         flops, core_flops: [FLOP] forward per token, all and of the attention core.
-        params, params_replicated, params_experts: counts.
+        params, params_replicated, params_experts: counts. params_expert: of one expert.
         kept_split, kept_whole, core_split, core_whole: [B] kept per token, divided by tp or only by
             sequence parallelism, outside and inside the attention core.
         input_bytes: [B] per token. logits_elements: per token.
@@ -201,6 +201,7 @@ class BlockTable:
         self.params = _floats(b.params for b in blocks)
         self.params_replicated = _floats(b.params_replicated for b in blocks)
         self.params_experts = _floats(b.params_experts for b in blocks)
+        self.params_expert = _floats(b.params_experts / max(b.num_experts, 1) for b in blocks)
         kept = np.array([_kept(b, sequence_length, element_bytes) for b in blocks]).reshape(-1, 4)
         self.kept_split, self.kept_whole, self.core_split, self.core_whole = kept.T
         self.input_bytes = _floats(b.input_elements * element_bytes for b in blocks)

@@ -99,9 +99,16 @@ class TensorKnobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertKnobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Knobs of the expert axis: ``ep`` consecutive replicas share the experts of a stage."""
+    """Knobs of the expert axis.
+
+    Args:
+        ep: consecutive replicas share the experts of a stage.
+        inlined: a pass writes layers of experts out, so stages are cut into layers where the draft
+            names no segments.
+    """
 
     ep: int = 1
+    inlined: bool = False
 
 
 class OffloadKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,15 +132,12 @@ def fold_plan(
     program_of = {r: i for i, p in enumerate(programs) for r in p.ranks}
     n = 1 + max(program_of, default=-1)
     keys: list[Hashable] = []
+    uneven = [_uneven(f.ops, tables) if plan.tables else [] for f in flats]
     for rank in range(n):
         cell = wiring.cell_of.get(rank)
         index = program_of.get(rank, -1)
         what = (cell.accelerator, cell.tp, cell.cp, cell.offload) if cell else (rank,)
-        own = (
-            _own_amounts(rank, flats[index].ops, tables, wiring)
-            if index >= 0 and plan.tables
-            else ()
-        )
+        own = _own_amounts(rank, uneven[index], wiring) if index >= 0 else ()
         # Whose message comes first decides what everybody reads: senders are never alike.
         talks = index >= 0 and any(op.kind in MESSAGES for op in flats[index].talkers)
         handler = (rank,) if talks or (index >= 0 and flats[index].handlers) else ()
@@ -149,15 +146,35 @@ def fold_plan(
     return fold_ranks(keys, pairs, groups, path, link_key)
 
 
-def _own_amounts(
-    rank: int, ops: list[Op], tables: Resolved, wiring: Wiring
-) -> tuple[Hashable, ...]:
-    """Position in the groups when some late amount differs between members."""
-    refs: dict[Ref, None] = dict.fromkeys(op.ref for op in ops if op.ref is not None)
-    for ref in refs:
-        rows = [r.get(ref.key) for r in tables.rows.get(ref.table, [])] + [
-            tables.initial.get(ref.table, {}).get(ref.key)
-        ]
-        if any(isinstance(v, list) and np.unique(np.asarray(v, float)).size > 1 for v in rows):
+def _uneven(ops: list[Op], tables: Resolved) -> list[Op]:
+    """One op for each late amount, and role of its group, that differs between members."""
+    found: dict[Hashable, Op] = {}
+    differs: dict[Ref, bool] = {}
+    for op in ops:
+        if op.ref is None or (op.ref, op.group, op.kind) in found:
+            continue
+        if op.ref not in differs:
+            differs[op.ref] = _differs(op.ref, tables)
+        if differs[op.ref]:
+            found[op.ref, op.group, op.kind] = op
+    return list(found.values())
+
+
+def _differs(ref: Ref, tables: Resolved) -> bool:
+    rows = [r.get(ref.key) for r in tables.rows.get(ref.table, [])]
+    rows.append(tables.initial.get(ref.table, {}).get(ref.key))
+    return any(isinstance(v, list) and np.unique(np.asarray(v, float)).size > 1 for v in rows)
+
+
+def _own_amounts(rank: int, uneven: list[Op], wiring: Wiring) -> tuple[Hashable, ...]:
+    """Positions in the groups whose members some late amount tells apart.
+
+    A compute op that names no group may mean any of its rank's: the rank is like no other.
+    """
+    found: dict[Hashable, None] = {}
+    for op in uneven:
+        if not op.group and not is_collective(op):
             return (rank,)
-    return ()
+        indices = wiring.group_indices(op, rank)
+        found[op.group, tuple(wiring.groups[g].index(rank) for g in indices)] = None
+    return tuple(found)

@@ -12,7 +12,7 @@ from sim.model.amounts import dtype_bytes, forward_flops
 from sim.model.graph import Model
 from sim.plan.draft import PlanDraft
 from sim.plan.knobs import check_knobs
-from sim.plan.layers import passes_of, segments_of, updates_late
+from sim.plan.layers import SEGMENTS, cut_layers, passes_of, segments_of, updates_late
 from sim.plan.passes import standard_calls
 from sim.plan.placement import Boundary, Cell, Placement, Segment, derive_groups
 from sim.plan.plan import Amount, Mathematics, Plan
@@ -136,8 +136,11 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         Segment(stage=v, cell=position[v], blocks=(a, b))
         for v, (a, b) in enumerate(itertools.pairwise(cuts))
     )
-    segments = segments_of(problem, draft, stages)
-    rings = draft.offload
+    segments, rings = segments_of(problem, draft, stages), draft.offload
+    by_layer = draft.expert.inlined and segments == stages
+    segments = cut_layers(problem.model, stages) if by_layer else segments
+    # Without the pass that updates by segment, stages are updated whole.
+    whole = by_layer and all(call.name != SEGMENTS for call in draft.passes)
     extra = tuple(range(len(chips), len(chips) + len(draft.servers)))
     chips += draft.servers
     return Placement(
@@ -150,7 +153,7 @@ def _placement(problem: Problem, draft: PlanDraft) -> Placement:
         whole_boundaries=draft.pipeline.whole_boundaries,
         parameter_buffers=draft.data.buffers or rings.parameter_buffers,
         gradient_buffers=draft.data.buffers or rings.gradient_buffers,
-        late_updates=rings.late_updates or updates_late(problem.job, draft),
+        late_updates=rings.late_updates or updates_late(problem.job, draft) or whole,
         extra_ranks=extra,
         workers=draft.data.workers,
     )

@@ -35,17 +35,18 @@ def check_amounts(amounts: Mapping[str, Amount]) -> None:
                 )  # fmt: skip
 
 
-def check_values(table: str, key: str, values: Iterable[Any]) -> None:
+def check_values(table: str, key: str, values: Iterable[Any], square: bool = True) -> None:
     """Check that late amounts are numbers from 0 up, vectors of them or matrices.
 
     Args:
         table, key: where they stand. values: over steps.
+        square: False for a table that controllers read, whose matrices may have any sides.
 
     Raises:
         PlanError: names table and key, and the first value that is none of these.
     """
     for value in values:
-        if not _is_amount(value):
+        if not _is_amount(value, square):
             text = repr(value)
             raise PlanError(
                 "a late amount is a number, a vector or a square matrix, finite and not negative",
@@ -54,7 +55,7 @@ def check_values(table: str, key: str, values: Iterable[Any]) -> None:
             )  # fmt: skip
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: Any, square: bool) -> bool:
     if isinstance(value, float | int) and not isinstance(value, bool):
         return 0 <= value <= MOST_LATE
     try:
@@ -63,5 +64,7 @@ def _is_amount(value: Any) -> bool:
         return False
     if found.dtype.kind not in "iuf" or not found.size:
         return False
-    shaped = found.ndim < 2 or (found.ndim == 2 and found.shape[0] == found.shape[1])
+    shaped = found.ndim < 2 or (
+        found.ndim == 2 and (not square or found.shape[0] == found.shape[1])
+    )
     return shaped and bool(((found >= 0) & (found <= MOST_LATE)).all())

@@ -63,10 +63,11 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         values: key -> list over steps of a number, a vector over a group's members, or a matrix
             members x members; the last entry holds for all later steps.
             Of origin "file" only.
-        generator: registered function that makes the rows from the run's seed; parameters: of its
-            call. Of origin "generator" only; see sim.plan.generators.
-        controller: registered function that writes this table from others; inputs: tables it reads.
-            Of origin "controller" only.
+        generator: registered function that makes the rows from the run's seed. Of origin
+            "generator" only; see sim.plan.generators.
+        controller: registered function that writes this table from others; inputs: tables it reads,
+            "name@d" for the row of d steps before. Of origin "controller" only.
+        parameters: of the call of the generator or controller.
         initial: values a read before the first write sees.
     """
 

@@ -4,30 +4,35 @@ Structure is static: which ops exist never depends on a table. A table is writte
 (``file``), made from the run's seed (``generator``, see sim.plan.generators) or worked out from
 other tables (``controller``). A controller is a registered pure
 function of the tables it reads, so its result for step k depends on no simulated time and can be
-computed when the run is laid out; the op that runs it (HOST) has a cost of its own.
+computed when the run is laid out; the op that runs it (HOST) has a cost of its own. An input
+``name@d`` is the row of d steps before; so a controller can go on from a row of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from sim.errors import PlanError
 from sim.plan.generators import generated_rows
 from sim.plan.numbers import check_values
-from sim.plan.op import Ref
+from sim.plan.op import MAX_DIGITS, Ref
 from sim.plan.plan import Table
 
 __all__ = ["CONTROLLERS", "Resolved", "controller", "resolve_tables"]
 
 Values = dict[str, Any]
-Controller = Callable[[dict[str, Values]], Values]
+Controller = Callable[..., Values]
 
 CONTROLLERS: dict[str, Controller] = {}
 
 
 def controller(name: str) -> Callable[[Controller], Controller]:
-    """Register a pure function (tables read -> key -> value) under a name.
+    """Register a pure function (input -> its row, **parameters) -> row under a name.
+
+    An input is spelt as in the table; of the steps before the first its row is the table's
+    ``initial``.
 
     Raises:
         ValueError: the name is taken.
@@ -88,16 +93,17 @@ def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resol
             generator is not registered, tables read one another in a circle, or a value is no
             amount.
     """
+    read = {_source(text)[0] for t in tables.values() for text in t.inputs}
     for name, table in tables.items():
         _check_origin(name, table)
         for key, value in table.initial.items():
-            check_values(name, key, [value])
+            check_values(name, key, [value], name not in read)
         for key, values in table.values.items():
-            check_values(name, key, values)
+            check_values(name, key, values, name not in read)
     rows: dict[str, list[Values]] = {}
     waiting = dict(tables)
     while waiting:
-        ready = [n for n, t in waiting.items() if set(t.inputs) <= set(rows)]
+        ready = [n for n, t in waiting.items() if _sources(n, t) <= set(rows)]
         if not ready:
             raise PlanError(
                 "tables read one another in a circle, or an unknown one",
@@ -106,17 +112,17 @@ def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resol
             )
         for name in ready:
             table = waiting.pop(name)
-            rows[name] = _rows(name, table, rows, steps, seed)
+            rows[name] = _rows(name, tables, rows, steps, seed)
             for row in rows[name] if table.origin != "file" else ():
                 for key, value in row.items():
-                    check_values(name, key, [value])
+                    check_values(name, key, [value], name not in read)
     return Resolved(rows, {n: t.initial for n, t in tables.items()})
 
 
 def _check_origin(name: str, table: Table) -> None:
     given = {
         "file": bool(table.values),
-        "generator": bool(table.generator or table.parameters),
+        "generator": bool(table.generator or (table.parameters and not table.controller)),
         "controller": bool(table.controller or table.inputs),
     }
     if table.origin not in given:
@@ -136,9 +142,26 @@ def _check_origin(name: str, table: Table) -> None:
         )
 
 
+def _source(text: str) -> tuple[str, int]:
+    """Table and lag of an input."""
+    name, _, lag = text.partition("@")
+    if lag and not (lag.isdigit() and len(lag) <= MAX_DIGITS):
+        raise PlanError(
+            "an input of a controller is a table, or a row of it some steps before",
+            key="tables", found=text, expected=f"{name} or {name}@1",
+        )  # fmt: skip
+    return name, int(lag or 0)
+
+
+def _sources(name: str, table: Table) -> set[str]:
+    """Tables that must be known before this one; its own earlier rows always are."""
+    return {source for source, lag in map(_source, table.inputs) if source != name or not lag}
+
+
 def _rows(
-    name: str, table: Table, rows: dict[str, list[Values]], steps: int, seed: int
+    name: str, tables: dict[str, Table], rows: dict[str, list[Values]], steps: int, seed: int
 ) -> list[Values]:
+    table = tables[name]
     if table.origin == "file":
         return [
             {k: v[min(s, len(v) - 1)] for k, v in table.values.items() if v} for s in range(steps)
@@ -152,5 +175,27 @@ def _rows(
             found=table.controller or "no name",
             expected=" ".join(sorted(CONTROLLERS)),
         )
-    function = CONTROLLERS[table.controller]
-    return [function({i: rows[i][s] for i in table.inputs}) for s in range(steps)]
+    function, found = CONTROLLERS[table.controller], list[Values]()
+    known = {**rows, name: found}
+    inputs = [(text, *_source(text)) for text in table.inputs]
+    for step in range(steps):
+        read = {
+            text: known[source][step - lag] if step >= lag else tables[source].initial
+            for text, source, lag in inputs
+        }
+        found.append(_called(name, table, function, read))
+    return found
+
+
+def _called(name: str, table: Table, function: Controller, read: dict[str, Values]) -> Values:
+    if not table.parameters:
+        return function(read)
+    try:
+        inspect.signature(function).bind(read, **table.parameters)
+    except TypeError as error:
+        raise PlanError(
+            f"controller {table.controller} refuses its parameters: {error}",
+            key=f"tables.{name}.parameters", found=" ".join(sorted(table.parameters)),
+            expected=str(inspect.signature(function)),
+        ) from error  # fmt: skip
+    return function(read, **table.parameters)

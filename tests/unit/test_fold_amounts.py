@@ -36,3 +36,21 @@ def test_late_amounts_split_classes(value: Any, folds: bool) -> None:
         tables={"t": Table(values={"x": [value]})},
     )
     assert (lay_out(plan).graph.classes == [0, 0]) is folds
+
+
+@pytest.mark.parametrize(("role", "classes"), [(":ep", [0, 1, 0, 1]), ("", [0, 1, 2, 3])])
+def test_ranks_in_the_same_place_of_their_groups_fold(role: str, classes: list[int]) -> None:
+    """Two groups of experts: a compute op that says which group it means tells places apart."""
+    text = f"F{role}{{ref=t/x}} ; ALL_TO_ALL{{ref=t/y}} <- F ; B <- ALL_TO_ALL ; OPT <- B"
+    plan = Plan(
+        barrier=False,
+        placement=Placement(
+            cells=tuple(Cell(stage=0, replica=r, ranks=(r,)) for r in range(4)),
+            segments=(Segment(stage=0, cell=0),),
+            microbatches=(1,) * 4,
+            ep=2,
+        ),
+        programs=(ProgramText((0, 1, 2, 3), text),),
+        tables={"t": Table(values={"x": [[3, 1]], "y": [[[1, 2], [3, 1]]]})},
+    )
+    assert lay_out(plan).graph.classes == classes

@@ -63,3 +63,18 @@ def test_late_amounts_reduce_to_the_units_that_set_the_time() -> None:
         late_units(graph, compute[0], [1.0, 2.0, 3.0])
     prices = stated_prices(graph, {"F": 0.25, "ALL_TO_ALL": 0.25}, late=lambda _: matrix)
     assert execute(graph, prices).makespan == 0.25 * 7 + 0.25 * 3
+
+
+def test_a_vector_is_over_the_group_that_the_op_names() -> None:
+    """Ranks 0 and 1 are a tensor-parallel group, 0 and 2 hold experts together."""
+    cells = tuple(Cell(stage=0, replica=r, ranks=(2 * r, 2 * r + 1), tp=2) for r in range(2))
+    text = "ALL_REDUCE0 F0{0} <- ALL_REDUCE0 ; ALL_TO_ALL0 <- F0"
+    found = {}
+    for role in ("ep", "tp"):
+        program = parse_program(text.replace("{0}", f":{role}"), tuple(range(4)))
+        graph = build_graph([program], wire(Placement(cells=cells, ep=2)))
+        nodes = [k for k, op in enumerate(graph.ops) if op.kind == "F"]
+        found[role] = [late_units(graph, k, [7.0, 1.0]) for k in nodes]
+    assert found == {"ep": [7.0, 7.0, 1.0, 1.0], "tp": [7.0, 1.0, 7.0, 1.0]}
+    with pytest.raises(InputError, match="members x members"):
+        late_units(graph, nodes[0], [[1.0, 2.0]])
