@@ -40,7 +40,7 @@ from real_runtime.resume import (
     run_of,
     seal,
 )
-from real_runtime.settings import RunSettings
+from real_runtime.settings import RunSettings, schedule_length
 
 __all__ = ["Begun", "Saved", "Saver", "write_tensors"]
 
@@ -215,6 +215,7 @@ class Saver:
             run=run_of(plan, self.settings),
             files={w.file: w.stored for w in said if w.stored is not None},
             parameters=merged,
+            schedule=schedule_length(self.settings),
         )
         check_complete(index, str(beside))
         (beside / INDEX).write_bytes(seal(index))

@@ -33,6 +33,7 @@ def _run(
     dtype: opt.Dtype = "",
     learning_rate: opt.LearningRate = 3e-4,
     warmup: opt.Warmup = 0,
+    schedule_steps: opt.ScheduleSteps = 0,
     weight_decay: opt.WeightDecay = 0.1,
     clip: opt.Clip = 1.0,
     seed: opt.Seed = 0,
@@ -67,7 +68,8 @@ def _run(
     check_options(options, restarts)
     plan, problem = _load(plan_file, probed, allow_other_cluster, here=not launcher)
     recipe = Recipe(
-        learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip
+        learning_rate=learning_rate, warmup=warmup, length=schedule_steps,
+        weight_decay=weight_decay, clip=clip,
     )  # fmt: skip
     settings = RunSettings(
         plan=str(plan_file.absolute()), data=str(data.absolute()), out=str(out.absolute()),
@@ -137,6 +139,7 @@ def _check_data(data: Path, problem: Problem, seed: int) -> None:
 def _resumed(plan: Plan, settings: RunSettings) -> RunSettings:
     """The same run from the newest good checkpoint of its folder."""
     from real_runtime.resume import check_resumable
+    from real_runtime.settings import schedule_length
 
     begin, index = check_resumable(
         Path(settings.out) / "checkpoints", plan, settings,
@@ -144,6 +147,13 @@ def _resumed(plan: Plan, settings: RunSettings) -> RunSettings:
     )  # fmt: skip
     if index.plan_hash != plan.hash:
         logger.info("%s was written by another plan: %s", begin.name, index.plan_hash)
+    length = schedule_length(settings)
+    if index.schedule not in (0, length):
+        logger.warning(
+            "the learning rate's cosine ends after %d steps and ended after %d where %s was "
+            "written; --schedule-steps %d keeps it", length, index.schedule, begin.name,
+            index.schedule,
+        )  # fmt: skip
     return msgspec.structs.replace(settings, resume=str(begin))
 
 

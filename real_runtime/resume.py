@@ -75,6 +75,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         plan_hash: of the plan that wrote it, for people.
         run: what must be equal for another plan to go on with the same training.
         files: by name. parameters: by name.
+        schedule: [steps] after which the learning rate's cosine ended, 0 where nobody wrote it.
     """
 
     steps: int
@@ -82,6 +83,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     run: dict[str, str | int]
     files: dict[str, StoredFile]
     parameters: dict[str, Stored]
+    schedule: int = 0
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,9 @@ Steps = Annotated[int, typer.Option(min=1, help="Steps to train.")]
 Dtype = Annotated[str, typer.Option(help="bf16, fp32 or fp64; the plan's own when left out.")]
 LearningRate = Annotated[float, typer.Option(min=0.0, help="After warm-up.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")]
+ScheduleSteps = Annotated[
+    int, typer.Option(min=0, help="Steps after which the learning rate's cosine ends, 0: --steps.")
+]
 WeightDecay = Annotated[float, typer.Option(min=0.0, help="Of matrices (adamw).")]
 Clip = Annotated[float, typer.Option(min=0.0, help="Largest gradient norm, 0: none.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of weights and data order.")]

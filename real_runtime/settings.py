@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-__all__ = ["DTYPES", "Recipe", "RunSettings", "learning_rate"]
+__all__ = ["DTYPES", "Recipe", "RunSettings", "learning_rate", "schedule_length"]
 
 DTYPES = ("bf16", "fp32", "fp64")
 """Compute dtypes of the runtime; fp64 is for parity."""
@@ -69,6 +69,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tensorboard: bool = False
     own_pairs: bool = False
     recipe: Recipe = Recipe()
+
+
+def schedule_length(settings: RunSettings) -> int:
+    """Return the steps after which the learning rate's cosine ends."""
+    return settings.recipe.length or settings.steps
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 FOLDER = Path(__file__).parent
@@ -14,10 +16,12 @@ sys.path.insert(0, str(FOLDER))
 import plans  # noqa: E402
 import recorded  # noqa: E402
 
+import real_runtime.calibrate  # noqa: E402
 from real_runtime.calibrate import Calibration, calibrate  # noqa: E402
 from real_runtime.calibrate_document import merged, scaled, scales  # noqa: E402
 from real_runtime.compare import compare  # noqa: E402
 from real_runtime.compare_run import moved, read_run  # noqa: E402
+from real_runtime.measure_cli import _calibrate  # noqa: E402
 from sim.errors import InputError  # noqa: E402
 from sim.plan.io import save_plan  # noqa: E402
 from sim.plan.lower import lower  # noqa: E402
@@ -152,6 +156,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     assert hetlab("calibrate", "plan.json", "--out", "x.yaml").returncode == 2
     assert hetlab("calibrate", "plan.json", "run", "--out", "x.txt").returncode == 2
+
+
+def test_kinds_that_got_worse_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    plan = uneven()
+    found = calibrated(tmp_path, 0.0, plan)
+    assert found.worse == {}
+    kinds = {"F": (0.2, 0.01), "SEND_F": (0.05, 0.12), "OPT": (0.03, 0.0305)}
+    changed = msgspec.structs.replace(found, kinds=kinds)
+    assert changed.worse == {"SEND_F": (0.05, 0.12)}
+    save_plan(plan, tmp_path / "plan.json")
+    monkeypatch.setattr(real_runtime.calibrate, "calibrate", lambda *_: changed)
+    pair = [tmp_path / "plan.json", tmp_path / plan.hash]
+    with caplog.at_level(logging.WARNING, "hetlab"):
+        _calibrate(pair, out=tmp_path / "better.yaml")
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "SEND_F is predicted worse than before: median error 12.0 %, was 5.0 %"
+    ]
+    marked = [line for line in capsys.readouterr().out.splitlines() if line.endswith("worse")]
+    assert len(marked) == 1 and marked[0].startswith("SEND_F")
 
 
 def test_runs_without_comparable_ops_are_refused(tmp_path: Path) -> None:

@@ -249,6 +249,29 @@ def test_another_training_is_refused(change: dict[str, Any], words: str, kept: A
         check_resumable(folder, plan, other, lambda e: None)
 
 
+@pytest.mark.parametrize(("schedule", "same"), [(STEPS, True), (0, False)])
+def test_a_run_of_more_steps_goes_on_bit_for_bit_where_the_schedule_stays(
+    schedule: int, same: bool, tmp_path: Path
+) -> None:
+    """Planned for half the steps, then resumed with all of them."""
+
+    def part(steps: int, length: int, begin: Path | None = None) -> list[tuple[float, float]]:
+        recipe = msgspec.structs.replace(RECIPE, length=length, warmup=0)
+        settings = msgspec.structs.replace(settings_of(tokens, steps=steps), recipe=recipe)
+        executor = make_executor(plan, settings, 0, torch.device("cpu"))
+        assert executor is not None
+        first = load(executor, begin) if begin is not None else 0
+        results = [executor.run_step(step) for step in range(first, steps)]
+        save(executor, settings, tmp_path, steps, 9)
+        return [(r.loss, r.norm) for r in results]
+
+    torch.set_num_threads(1)
+    plan, tokens = made({}, "one"), plans.write_tokens(tmp_path)
+    whole = part(STEPS, 0)
+    begun = part(HALF, schedule) + part(STEPS, schedule, tmp_path / f"step-{HALF:08d}")
+    assert (begun == whole) is same
+
+
 def test_another_model_is_refused_by_parameter(kept: Any) -> None:
     folder, _, settings = kept
     wider = make_executor(
@@ -295,6 +318,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 @pytest.fixture
 def executor(tmp_path: Path) -> Any:
+    torch.set_num_threads(1)
     settings = settings_of(plans.write_tokens(tmp_path))
     return make_executor(made({}, "one"), settings, 0, torch.device("cpu"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import recorded  # noqa: E402
 
 from real_runtime.compare import compare, line_up  # noqa: E402
 from real_runtime.compare_run import moved, read_run  # noqa: E402
+from real_runtime.spreads import wide_spreads  # noqa: E402
 from sim.engine.simulate import simulate  # noqa: E402
 from sim.errors import InputError  # noqa: E402
 from sim.plan.io import save_plan  # noqa: E402
@@ -152,3 +154,34 @@ def test_the_command(tmp_path: Path) -> None:
     assert "step time" in shown.stdout and "off most:" in shown.stdout
     assert plan.hash in shown.stdout and shown.stdout.count("measured ") >= 3
     assert hetlab("nowhere").returncode == 4
+
+
+def test_numbers_that_spread_widely_are_named(tmp_path: Path) -> None:
+    """A cluster as hetlab probe writes it: link and chip with their spreads in the sources."""
+    said = "measured by hetlab probe; how; spread {} of 9"
+    overhead = {"value": "100 us", "source": said.format("45.6%")}
+    rate = {"value": "1 GB/s", "source": said.format("infinite")}
+    link = {
+        "name": "wire", "kind": "fabric", "rate": rate,
+        "latency": {"value": "20 us", "source": said.format("19.9%")},
+        "curve": [{"size": "1 kB", "fraction": 0.5}, {"size": "1 MB", "fraction": 1.0}],
+        "origins": {"curve": {"source": "probe; largest spread of a point 31.0%"}},
+    }  # fmt: skip
+    cluster = recorded.machine(kernel_overhead=overhead)
+    cluster["profiles"]["links"] = [link]
+    cluster["sites"][0]["nodes"][0]["fabric"] = "wire"
+    problem = recorded.problem_of(cluster)
+    wide = wide_spreads(problem.documents["cluster"])
+    assert [(s.name, s.spread) for s in wide] == [
+        ("wire rate", math.inf), ("CPU kernel_overhead", 0.456), ("wire curve", 0.31),
+    ]  # fmt: skip
+    plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 5, 10)))
+    save_plan(plan, tmp_path / "plan.json")
+    recorded.record(tmp_path / "run", plan, problem)
+    command = [sys.executable, "-c", "from sim.cli import main; main()", "compare", "plan.json"]
+    done = subprocess.run([*command, "run", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    warned = " ".join(done.stderr.split())
+    assert "more than 20 %" in warned and "CPU kernel_overhead (46%)" in warned, warned
+    assert "latency" not in warned
+    assert len(json.loads(done.stdout)["wide"]) == 3
+    assert wide_spreads(PROBLEM.documents["cluster"]) == ()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
 import real_runtime.restarts
+from real_runtime.cli import _resumed
 from real_runtime.errors import RunError
 from real_runtime.restarts import train
-from real_runtime.resume import INDEX, Index, complete, seal
+from real_runtime.resume import INDEX, Index, complete, run_of, seal
 from real_runtime.summary import last_run
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -92,3 +95,25 @@ def test_a_restart_begins_at_a_checkpoint_that_leaves_steps_and_drops_none(
         train(settings, 1, 1, lambda line: None, lambda line: None)
     assert len(seen) == launches and Path(seen[-1]).name == begins
     assert [int(p.name[5:]) for p in complete(Path(settings.out) / "checkpoints")] == list(steps)
+
+
+@pytest.mark.parametrize(("schedule", "said"), [(0, True), (4, False)])
+def test_resuming_with_other_steps_says_what_becomes_of_the_schedule(
+    schedule: int, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plans.plan_of(plans.problem_of(), [[1]])
+    settings = killing.settings_of(tmp_path / "run", plan)
+    settings = msgspec.structs.replace(
+        settings, steps=8, recipe=msgspec.structs.replace(settings.recipe, length=schedule)
+    )
+    at = Path(settings.out) / "checkpoints" / "step-00000004"
+    at.mkdir(parents=True)
+    index = Index(
+        steps=4, plan_hash=plan.hash, run=run_of(plan, settings), files={}, parameters={},
+        schedule=4,
+    )  # fmt: skip
+    (at / INDEX).write_bytes(seal(index))
+    with caplog.at_level(logging.WARNING, "hetlab"):
+        assert _resumed(plan, settings).resume == str(at)
+    assert ("ends after 8 steps and ended after 4" in caplog.text) is said
+    assert ("--schedule-steps 4 keeps it" in caplog.text) is said
