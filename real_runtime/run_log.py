@@ -120,11 +120,11 @@ class RunLog:
             say(self._line(step, found))
 
     def _line(self, step: int, found: dict[str, Any]) -> str:
-        mfu = f"  MFU {found['mfu']:.1%}" if found["mfu"] is not None else ""
+        mfu = f"  MFU {found['mfu']:.0%}" if found["mfu"] is not None else ""
         return (
             f"step {step + 1}/{self.steps}  loss {found['loss']:.4f}  "
             f"norm {found['grad_norm']:.3g}  {found['tokens_per_s']:,.0f} tokens/s{mfu}  "
-            f"{found['seconds'] * 1e3:,.0f} ms  {found['memory_bytes'] / 2**30:.2f} GiB"
+            f"{found['memory_bytes'] / 2**30:.2f} GiB"
         )
 
     def _writer(self, step: int) -> _Scalars:

@@ -52,7 +52,7 @@ def test_a_step_says_loss_rate_utilisation_and_memory(
     assert (event["loss"], event["grad_norm"], event["learning_rate"]) == (5.5, 1.25, 3e-4)
     assert event["memory_bytes"] == 2.0**30
     said = capsys.readouterr().err
-    assert "step 2/2  loss 5.5000" in said and f"MFU {rates['mfu']:.1%}" in said
+    assert "step 2/2  loss 5.5000" in said and f"MFU {rates['mfu']:.0%}" in said
     assert "1.00 GiB" in said
 
 

@@ -208,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="hetlab-prediction-") as temporary:
         folder = Path(temporary)
+        # What hetlab probe has seen before has no say about the plans of this script.
+        os.environ["XDG_STATE_HOME"] = str(folder)
         cluster = Path(args.cluster) if args.cluster else _probe(folder / "profiles", args.quick)
         problem = problem_on(cluster)
         chosen = cases(problem)
