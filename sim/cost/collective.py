@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -32,6 +33,8 @@ __all__ = [
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "p2p")
 _MACHINES_KEPT = 16
+_COSTS_KEPT = 4096
+"""Most collectives of one machine that are remembered: equal layers ask for the same ones."""
 MAX_FLOWS = 512
 """A collective with more flows between nodes than this (a wide all_to_all) is priced by formula."""
 
@@ -62,6 +65,9 @@ class CollectiveCost(msgspec.Struct, frozen=True, kw_only=True):
 
 _PLACES: OrderedDict[int, Places] = OrderedDict()
 """By machine identity; each holds its machine, so an identity is never reused while here."""
+
+
+_KEPT: WeakKeyDictionary[Places, dict[Hashable, CollectiveCost]] = WeakKeyDictionary()
 
 
 def places(machine: Machine) -> Places:
@@ -104,6 +110,27 @@ def collective_cost(
     if kind not in KINDS:
         raise InputError("unknown collective", key="kind", found=kind, expected=" ".join(KINDS))
     where = places(machine)
+    known = _KEPT.setdefault(where, {})
+    key = (kind, tuple(chips), nbytes, share, algorithm)
+    if matrix is None and key in known:
+        return known[key]
+    found = _priced(where, kind, chips, nbytes, share, matrix, algorithm)
+    if matrix is None:
+        if len(known) >= _COSTS_KEPT:
+            known.clear()
+        known[key] = found
+    return found
+
+
+def _priced(
+    where: Places,
+    kind: str,
+    chips: Sequence[int],
+    nbytes: float,
+    share: float,
+    matrix: Sequence[Sequence[float]] | None,
+    algorithm: str,
+) -> CollectiveCost:
     group = list(chips) if kind in ("all_to_all", "p2p") else where.in_order(chips)
     if len(group) < 2 or (nbytes <= 0 and matrix is None):
         return CollectiveCost(kind=kind, algorithm="none", seconds=0.0, fixed_s=0.0)

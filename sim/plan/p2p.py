@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -137,11 +138,15 @@ def blocking_p2p(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> l
     first (as DeepSpeed's pipeline engine does).
     """
     out = []
+    exchanges = _exchanges(variants, plan.placement)
     for v in variants:
         ops = list(v.ops)
         if v.position % 2:
             for i in range(len(ops) - 1):
-                if ops[i].kind.startswith("SEND") and ops[i + 1].kind.startswith("RECV"):
+                sent, got = (_crossing(op, plan.placement) for op in ops[i : i + 2])
+                if ops[i].kind.startswith("RECV") or not (sent and got):
+                    continue
+                if (v.microbatches, got, sent) in exchanges:
                     ops[i], ops[i + 1] = ops[i + 1], ops[i]
         hosted = frozenset(s.stage for s in plan.placement.segments if s.cell == v.position)
         flat = flatten(program_of(msgspec.structs.replace(v, ops=tuple(ops)), False))
@@ -158,3 +163,31 @@ def blocking_p2p(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> l
             ops[i] = msgspec.structs.replace(op, deps=names)
         out.append(msgspec.structs.replace(v, ops=tuple(ops)))
     return out
+
+
+_Crossing = tuple[str, int, int, int, str]
+
+
+def _crossing(op: Op, placement: Placement) -> _Crossing | None:
+    """What a SEND or RECV carries: way, microbatch, both ends and name of its boundary."""
+    if op.kind not in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
+        return None
+    source = op.kind in ("SEND_F", "RECV_B")
+    for b in placement.boundaries:
+        if b.name == op.label and op.stage == (b.src if source else b.dst):
+            return op.kind[-1], op.mb, b.src, b.dst, b.name
+    return None
+
+
+def _exchanges(
+    variants: list[Variant], placement: Placement
+) -> set[tuple[int, _Crossing, _Crossing]]:
+    """(microbatches, sent, received) where an even position sends and right then receives."""
+    found = set()
+    for v in variants:
+        for op, after in itertools.pairwise(v.ops if v.position % 2 == 0 else ()):
+            if op.kind.startswith("SEND") and after.kind.startswith("RECV"):
+                sent, got = _crossing(op, placement), _crossing(after, placement)
+                if sent and got:
+                    found.add((v.microbatches, sent, got))
+    return found

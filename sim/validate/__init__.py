@@ -1,0 +1,1 @@
+"""Measured runs against predictions: read them, build their plans, score and fit."""
