@@ -113,6 +113,7 @@ def resolve_accelerator(
         if key in _POSITIVE and not values.get(field):
             raise InputError(f"{name}: must be positive", key=key, found="0")
     peaks = doc.peaks | ((changes.peaks or {}) if changes is not None else {})
+    peaks.pop("int8", None)  # for people: no job computes in it
     for dtype, peak in peaks.items():
         if not peak.value:
             raise InputError(f"{name}: must be positive", key=f"peaks.{dtype}", found="0")
