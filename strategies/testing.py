@@ -23,6 +23,7 @@ import pytest
 
 from sim.cost.occupancy import memory_over_time
 from sim.engine.simulate import Run, lay_out, simulate
+from sim.plan.deps import of_experts, segment_of
 from sim.plan.draft import PlanDraft
 from sim.plan.io import plan_from_json, plan_to_json
 from sim.plan.lower import lower
@@ -41,7 +42,8 @@ from strategies.registry import get
 __all__ = ["COMPANIONS", "Case", "StrategyContract", "companions_of", "lower_bound"]
 
 COMPANIONS = ("megatron", "1f1b", "ddp", "partition")
-"""Strategies that complete a draft, where the one under test does not own their knobs."""
+"""Strategies that complete a draft, where the one under test does not own their knobs; it may name
+further ones in an attribute ``builds_on``."""
 MAX_VALUES = 4
 """Knob values that the slower tests run, spread evenly over the space."""
 
@@ -74,7 +76,8 @@ def companions_of(
     """
     draft = draft_or_default(problem, None)
     own = _rank(strategy)
-    others = [get(n) for n in COMPANIONS if not get(n).owns & strategy.owns]
+    names = (*COMPANIONS, *getattr(strategy, "builds_on", ()))
+    others = [get(n) for n in names if not get(n).owns & strategy.owns]
     ahead = [s for s in others if _rank(s) <= own and s.name != strategy.name]
     behind = [s for s in others if _rank(s) > own]
     for companion in ahead:
@@ -235,7 +238,7 @@ def _spread(values: Sequence[Any]) -> list[Any]:
 
 
 def assert_every_microbatch_once(plan: Plan) -> None:
-    """See StrategyContract.test_every_microbatch_once."""
+    """See StrategyContract.test_every_microbatch_once; a segment's experts may stand apart."""
     placement = plan.placement
     programs = {r: p for p in expand(plan) for r in p.ranks}
     for cell in placement.cells:
@@ -244,7 +247,11 @@ def assert_every_microbatch_once(plan: Plan) -> None:
         for rank in cell.ranks:
             ops = walk(programs[rank])
             seen = Counter((op.kind, op.stage, op.label, op.mb) for op in ops)
-            for stage, name in segments:
+            passes = {(stage, label) for kind, stage, label, _ in seen if kind in "FBIW"}
+            experts = [
+                x for x in passes if of_experts(x[1]) and (x[0], segment_of(x[1])) in segments
+            ]
+            for stage, name in [*segments, *experts]:
                 for mb in range(m):
                     f, b, i, w = (seen.pop((kind, stage, name, mb), 0) for kind in "FBIW")
                     assert f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1))

@@ -1,0 +1,151 @@
+"""The controller of a plan that lends experts: from routing counts to what its ops amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.plan.tables import controller
+from strategies.expert.expert_cost import expert_s
+from strategies.expert.journeys import copies_back, copies_out, journey_s, tokens_back, tokens_out
+from strategies.expert.layer_cost import LayerCosts, costs_from_plain, nodes_of
+from strategies.expert.lending import Lending, Split, moved, rehomed, shares, static
+from strategies.expert.link_cost import MeanBandwidth
+
+__all__ = ["lend_experts"]
+
+Floats = NDArray[np.float64]
+Row = dict[str, Any]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@controller("lend-experts")
+def lend_experts(
+    read: Mapping[str, Row],
+    *,
+    balancer: str,
+    budget: int,
+    period: int,
+    fresh: bool,
+    tokens: float,
+    state_bytes: float,
+    costs: Sequence[Mapping[str, Any]],
+    layers: Mapping[str, int],
+) -> Row:
+    """Say where a step's tokens go, and which experts are lent for it.
+
+    The lending of a step comes from the counts of the step before (with ``fresh`` its own), its
+    tokens from its own counts. The first step lends nothing. Every microbatch routes as the whole
+    step does.
+
+    Args:
+        read: "routing" and "routing@1", layer -> counts (E, S); "lent@1", the row before.
+        balancer: see strategies.expert.balancers. budget: copies that a device has room for.
+        period: steps from one search to the next. fresh: search before the transfers of a step.
+        tokens: routed copies per source and microbatch. state_bytes: [B] that an expert takes along
+            when its home changes, besides parameters.
+        costs: see strategies.expert.layer_cost.costs_to_plain. layers: layer -> which of them.
+
+    Returns:
+        "searched" 1 or 0. Of every layer "load" and "load_b", each device's forward and backward
+        over that of even tokens (D,); "dispatch", "combine" and their second halves ".1" [B],
+        "move" and "reduce" [B], each (D, D), with their parts ".0" and ".1"; the lending.
+    """
+    before = read["lent@1"]
+    turn = (int(before["turn"]) + 1) % period if before else 0
+    row: Row = {"turn": turn, "searched": float(turn == 0)}
+    due = turn == 0 if fresh else bool(before) and before["searched"] > 0
+    source = read["routing" if fresh else "routing@1"]
+    known = [costs_from_plain(dict(plain)) for plain in costs]
+    for layer, number in layers.items():
+        counts, at = np.asarray(read["routing"][layer], np.int64), known[number]
+        last = _lending(before, layer) if before else static(*counts.shape)
+        lending = last
+        if due:
+            lending = _balanced(balancer, np.asarray(source[layer], np.int64), at, budget)
+        found = _amounts(counts, lending, at, tokens)
+        changed = rehomed(last, lending).astype(np.float64) * (at.param_bytes + state_bytes)
+        found |= _copies(lending, at, changed)
+        found |= {
+            "hosts": lending.hosts.astype(int),
+            "home": lending.home,
+            "split": SPLITS.index(lending.split),
+            "slack": lending.slack,
+        }
+        for key, value in found.items():
+            row[f"{layer}.{key}"] = value.tolist() if isinstance(value, np.ndarray) else value
+    return row
+
+
+def _balanced(name: str, counts: NDArray[np.int64], costs: LayerCosts, budget: int) -> Lending:
+    from strategies.expert.balancers import get_balancer
+
+    return get_balancer(name)(counts, costs, budget)
+
+
+def _lending(row: Row, layer: str) -> Lending:
+    return Lending(
+        hosts=np.array(row[f"{layer}.hosts"], bool),
+        home=np.array(row[f"{layer}.home"], np.int64),
+        split=SPLITS[int(row[f"{layer}.split"])],
+        slack=float(row[f"{layer}.slack"]),
+    )
+
+
+def _amounts(
+    counts: NDArray[np.int64], lending: Lending, costs: LayerCosts, tokens: float
+) -> dict[str, Any]:
+    """Loads and exchanges of one microbatch."""
+    placed = shares(counts, lending, nodes_of(costs))
+    total, (_, devices) = float(counts.sum()), counts.shape
+    scale = tokens * devices / total if total else 0.0
+    even = static(*counts.shape)
+    spread = even.hosts * (tokens * devices / len(counts))
+    ours = expert_s(costs.experts, placed.work * scale)
+    usual = expert_s(costs.experts, spread)
+    nbytes = placed.sent * (scale * costs.token_bytes)
+    out, back = tokens_out(costs.links, nbytes), tokens_back(costs.links, nbytes)
+    if isinstance(costs.links, MeanBandwidth):
+        back = (nbytes.T,)
+    empty = np.zeros_like(nbytes)
+    return {
+        "load": ours[0] / usual[0],
+        "load_b": ours[1] / usual[1],
+        "tokens": placed.work.sum(axis=0) * scale,
+        "dispatch": out[0],
+        "dispatch.1": out[1] if len(out) > 1 else empty,
+        "combine": back[0],
+        "combine.1": back[1] if len(back) > 1 else empty,
+    }
+
+
+def _copies(lending: Lending, costs: LayerCosts, changed: Floats) -> dict[str, Any]:
+    """Transfers of experts, and the parts of them that pass behind each of two layers' work.
+
+    What lies between the layers is filled first, the rest passes behind the experts (Pro-Prophet,
+    arXiv:2411.10003, section 5).
+    """
+    if isinstance(costs.links, MeanBandwidth):
+        sent = moved(lending).astype(np.float64)
+        out, back = sent * costs.param_bytes, sent.T * costs.gradient_bytes
+    else:
+        (out,) = copies_out(costs.links, lending, costs.param_bytes)
+        (back,) = copies_back(costs.links, lending, costs.gradient_bytes)
+    out = out + changed
+    late = _share(costs.fnec_s, journey_s(costs.links, (out,)))
+    early = _share(costs.bnec_s, journey_s(costs.links, (back,)))
+    return {
+        "move": out,
+        "move.0": out * (1 - late),
+        "move.1": out * late,
+        "reduce": back,
+        "reduce.0": back * early,
+        "reduce.1": back * (1 - early),
+    }
+
+
+def _share(window_s: float, needed_s: float) -> float:
+    return min(1.0, window_s / needed_s) if needed_s > 0 else 1.0
