@@ -226,7 +226,11 @@ def _boxed(problem: Problem, block: Block, output: int, spec: CellSpec) -> tuple
             for kind in ("all_gather", "reduce_scatter")
         )
         cp = (gather, gather + scatter)
-    return (tp[0], ep[0], cp[0]), (tp[1], ep[1], cp[1])
+    own = machine.accelerators[spec.accelerator]
+    return (
+        (tp[0] * own.tp_cost, ep[0] * own.ep_cost, cp[0] * own.cp_cost),
+        (tp[1] * own.tp_cost, ep[1] * own.ep_cost, cp[1] * own.cp_cost),
+    )
 
 
 def _tp_sum(machine: Machine, spec: CellSpec, nbytes: float) -> float:

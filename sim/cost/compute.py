@@ -36,6 +36,8 @@ arXiv:2307.08691, section 4.1); 2 where the scores are kept."""
 SCORE_PASSES = 6
 """Times each score crosses the memory forward when it is not fused: product out, softmax in and
 out, dropout in and out, product in."""
+TILE = 64
+"""Features that matrix units take at once, on all makes the measured runs know."""
 _FALLBACK = {
     "bf16": ("fp16", "fp32"),
     "fp16": ("bf16", "fp32"),
@@ -111,9 +113,13 @@ def compute_dtype(accelerator: Accelerator, dtype: str) -> tuple[str, str]:
 
 
 def gemm_efficiency(accelerator: Accelerator, m: float, n: float, k: float) -> float:
-    """Return the share of the dense peak that a product (m, k) x (k, n) reaches (0..1)."""
+    """Return the share of the dense peak that a product (m, k) x (k, n) reaches (0..1).
+
+    Features that no tile divides cost more: the accelerator's ``misaligned`` says how much.
+    """
     d = accelerator.gemm_half
-    return accelerator.gemm_efficiency / ((1 + d / m) * (1 + d / n) * (1 + d / k))
+    best = accelerator.gemm_efficiency * (accelerator.misaligned if n % TILE or k % TILE else 1.0)
+    return best / ((1 + d / m) * (1 + d / n) * (1 + d / k))
 
 
 def block_time(
@@ -178,7 +184,11 @@ class _RankWork:
 
     def __init__(self, block: Block, accelerator: Accelerator, shape: Shape, dtype: str) -> None:
         self.block, self.accelerator, self.shape = block, accelerator, shape
+        # fp8 training keeps the attention core and the products of both ends in 16 bits.
+        wide = compute_dtype(accelerator, "bf16")[0] if dtype == "fp8" else dtype
+        dtype = wide if block.kind in ("embedding", "head") else dtype
         self.peak = accelerator.peak_flops_per_s[dtype]
+        self.core_peak = accelerator.peak_flops_per_s[wide]
         self.memory_rate = accelerator.memory_bytes_per_s * accelerator.memory_efficiency
         self.size = max(dtype_bytes(dtype), 1)
         self.stored = 2 if dtype == "fp8" else self.size
@@ -192,6 +202,7 @@ class _RankWork:
         )
         parts = len({g.routed for g in block.gemms}) if block.num_experts else 1
         self.overhead = accelerator.kernel_overhead_s * parts
+        self.overhead += accelerator.routing_overhead_s if block.num_experts else 0.0
 
     def flops(self) -> tuple[float, float, float, float]:
         products = sum(2.0 * m * n * k * count for m, n, k, count in self.gemms)
@@ -215,7 +226,9 @@ class _RankWork:
         a = self.block.attention
         if a is None:
             return 0.0
-        seconds = factor * self.core_flops / (self.peak * self.accelerator.attention_efficiency)
+        seconds = (
+            factor * self.core_flops / (self.core_peak * self.accelerator.attention_efficiency)
+        )
         if not a.flash:
             scores = self.shape.tokens * self.shape.sequence_length * a.heads / self.shape.tp
             passes = SCORE_PASSES * (1.0 if factor == 1.0 else ELEMENTWISE_BACKWARD)

@@ -16,7 +16,7 @@ from sim.cost.host import Host, HostPrice, on_host
 from sim.cost.prices import Prices
 from sim.cost.shared import Shared
 from sim.cost.stated import Late, late_units
-from sim.cost.streams import Message, Streams, group_message, pair_message
+from sim.cost.streams import Message, Streams, as_run, group_message, pair_message
 from sim.cost.traffic import collective_of, transfer_bytes
 from sim.cost.ways import Places
 from sim.cost.work import Effort, Work
@@ -147,7 +147,8 @@ class _Pricer:
             rank = self.graph.actors[self.graph.actor[node]].rank
             kind, nbytes = collective_of(self.work, op, wire, rank)
             cost = collective_cost(self.machine, kind, chips, nbytes * units)
-        return group_message(self.machine, chips, cost)
+        own = self.work.accelerator(self.graph.actors[self.graph.actor[node]].rank)
+        return as_run(group_message(self.machine, chips, cost), op.kind, own)
 
     def _finish(self, of_message: dict[int, list[int]]) -> Prices:
         self.answers.send(self.streams)

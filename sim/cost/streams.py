@@ -13,15 +13,16 @@ import msgspec
 
 from sim.cost.collective import CollectiveCost, places
 from sim.cost.ways import alone
-from sim.hardware.machine import Machine
+from sim.hardware.machine import Accelerator, Machine
 from sim.hardware.route import path
 from sim.plan.graph import OpGraph, Wire
 from sim.plan.op import Op
 from sim.plan.wiring import Wiring
 
-__all__ = ["Members", "Message", "Streams", "group_message", "pair_message"]
+__all__ = ["Members", "Message", "Streams", "as_run", "group_message", "pair_message"]
 
 
+_SYNC = ("REDUCE_GRAD", "REDUCE_EXPERT", "UNSHARD", "UNSHARD_B")
 _SAME = 1e-12
 """Times this close, relatively, are equal."""
 
@@ -94,6 +95,26 @@ def group_message(machine: Machine, chips: Sequence[int], cost: CollectiveCost) 
         caps=cost.flow_caps,
         in_order=in_order,
         nbytes=cost.nbytes_per_chip,
+    )
+
+
+def as_run(message: Message, kind: str, accelerator: Accelerator) -> Message:
+    """Return a group's message as its accelerators run it.
+
+    Args:
+        message: at the links' own rates. kind: of the op: sums and gathers over replicas take
+            ``sync_cost`` times as long, and a BARRIER ends with what a step costs besides.
+        accelerator: of the members.
+    """
+    factor = accelerator.sync_cost if kind in _SYNC else 1.0
+    besides = accelerator.step_overhead_s if kind == "BARRIER" else 0.0
+    if factor == 1.0 and not besides:
+        return message
+    return msgspec.structs.replace(
+        message,
+        fixed_s=message.fixed_s * factor + besides,
+        private_s=message.private_s * factor + besides,
+        sizes=tuple(nbytes * factor for nbytes in message.sizes),
     )
 
 

@@ -29,6 +29,12 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
         optimizer_efficiency: share that the optimizer's step reaches; 0 means the same.
         kernel_overhead_s: [s] fixed cost per kernel-sized piece of work, per block and pass.
+        routing_overhead_s: [s] further fixed cost of a pass of a block with routed experts.
+        step_overhead_s: [s] fixed cost of a step: the loop around it, clipping, the loader.
+        misaligned: share of their rate that products keep whose n or k is no multiple of 64.
+        tp_cost, ep_cost, cp_cost: time of collectives inside passes, and sync_cost of sums and
+            gathers over replicas, as a multiple of what the links say: below 1 where a framework
+            hides part of them, above 1 where they do not reach the links' rate.
         compute_slowdown: factor >= 1 on compute while communication runs on the same chip.
         comm_slowdown: factor >= 1 on communication while compute runs on the same chip.
         async_compute: False where compute blocks the issuer (CPU tensors).
@@ -50,6 +56,13 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     memory_efficiency: float = 0.8
     optimizer_efficiency: float = 0.0
     kernel_overhead_s: float = 10e-6
+    routing_overhead_s: float = 0.0
+    step_overhead_s: float = 0.0
+    misaligned: float = 1.0
+    tp_cost: float = 1.0
+    ep_cost: float = 1.0
+    cp_cost: float = 1.0
+    sync_cost: float = 1.0
     compute_slowdown: float = 1.0
     comm_slowdown: float = 1.0
     async_compute: bool = True

@@ -5,6 +5,7 @@ A number comes from the first of: the cluster file, the profile, ``defaults.yaml
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -15,7 +16,14 @@ from sim.hardware.host import copy_rate, host_side
 from sim.hardware.machine import Accelerator, Curve, HostSide, Rounds
 from sim.spec.fields import Stated
 from sim.spec.origins import Origin, tags
-from sim.spec.profiles import AcceleratorNumbers, LinkDoc, LinkUse, NicsDoc, NodeNumbers
+from sim.spec.profiles import (
+    AcceleratorNumbers,
+    LinkDoc,
+    LinkUse,
+    NicsDoc,
+    NodeNumbers,
+    ProcessorsDoc,
+)
 
 __all__ = ["LinkSpec", "NodeSpec", "resolve_accelerator", "resolve_link", "resolve_node"]
 
@@ -29,6 +37,13 @@ _FIELDS = {
     "memory_efficiency": "memory_efficiency",
     "optimizer_efficiency": "optimizer_efficiency",
     "kernel_overhead": "kernel_overhead_s",
+    "routing_overhead": "routing_overhead_s",
+    "step_overhead": "step_overhead_s",
+    "misaligned": "misaligned",
+    "tp_cost": "tp_cost",
+    "ep_cost": "ep_cost",
+    "cp_cost": "cp_cost",
+    "sync_cost": "sync_cost",
     "compute_slowdown": "compute_slowdown",
     "comm_slowdown": "comm_slowdown",
     "context": "context_bytes",
@@ -233,9 +248,17 @@ def resolve_node(use: NodeNumbers, profile: str, catalog: Catalog, where: str) -
         nonaffine_rate=nics.nonaffine_rate.value if with_nics and nics.nonaffine_rate else 0.0,
         host_memory_bytes=memory.value if memory is not None else 0.0,
         pcie_rate=copy_rate(pcie),
-        host=host_side(pcie, first("host"), first("nvme")),
+        host=host_side(pcie, first("host"), first("nvme"), _nominal(first("processors"), catalog)),
         guesses=tuple(guesses),
     )
+
+
+def _nominal(processors: ProcessorsDoc | None, catalog: Catalog) -> tuple[float, float]:
+    """Memory bandwidth [B/s] and peak [FLOP/s] of a node's processors, inf if it names none."""
+    if processors is None:
+        return math.inf, math.inf
+    one = catalog.host(processors.profile)
+    return one.memory_bandwidth.value * processors.sockets, one.flops.value * processors.sockets
 
 
 def _affinity(nics: NicsDoc, chips: int, where: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from sim.spec.fields import (
     StatedRate,
     StatedSeconds,
 )
+from sim.spec.hosts import HostDoc, NvmeDoc, PcieDoc, ProcessorDoc, ProcessorsDoc, above_zero
 from sim.spec.origins import Origin
 from sim.spec.runtime import RuntimeDoc
 
@@ -42,6 +43,8 @@ __all__ = [
     "NodeNumbers",
     "NvmeDoc",
     "PcieDoc",
+    "ProcessorDoc",
+    "ProcessorsDoc",
     "RoundDoc",
 ]
 
@@ -66,6 +69,13 @@ class AcceleratorNumbers(Doc):
     memory_efficiency: StatedFraction | None = None
     optimizer_efficiency: StatedFraction | None = None
     kernel_overhead: StatedSeconds | None = None
+    routing_overhead: StatedSeconds | None = None
+    step_overhead: StatedSeconds | None = None
+    misaligned: StatedFraction | None = None
+    tp_cost: StatedFactor | None = None
+    ep_cost: StatedFactor | None = None
+    cp_cost: StatedFactor | None = None
+    sync_cost: StatedFactor | None = None
     compute_slowdown: StatedFactor | None = None
     comm_slowdown: StatedFactor | None = None
     async_compute: bool | None = None
@@ -80,6 +90,7 @@ class AcceleratorNumbers(Doc):
         "attention_efficiency",
         "memory_efficiency",
         "optimizer_efficiency",
+        "misaligned",
         "allocator_gap",
     )
     @classmethod
@@ -183,15 +194,6 @@ class LinkDoc(Origin, LinkNumbers):
     rate: StatedRate
 
 
-def _above_zero(number: Stated | None) -> Stated | None:
-    """Refuse 0: elsewhere it would read as "not stated"."""
-    if number is not None and number.value <= 0:
-        raise PydanticCustomError(
-            "positive", "nothing of it", {"expected": "more than 0, or no such key where unknown"}
-        )
-    return number
-
-
 def _profile_or_numbers(value: Any) -> Any:
     return {"profile": value} if isinstance(value, str) else value
 
@@ -236,73 +238,15 @@ class NicsDoc(LinkUse):
         return self
 
 
-class PcieDoc(Doc):
-    """The link between host memory and each chip.
-
-    Args:
-        rate: [B/s] per direction and chip, of copies from and to pinned memory.
-        shared_by: chips behind one switch. shared_rate: [B/s] of that switch's way to the host, per
-            direction; None means as much as one chip's.
-        both_ways: share of the rate that copies to a chip keep while it copies to the host.
-        pinned: host buffers are pinned. pageable: share of the rate that copies reach if not.
-    """
-
-    rate: StatedRate
-    shared_by: Count = Field(default=1, ge=1)
-    shared_rate: StatedRate | None = None
-    both_ways: StatedFraction | None = None
-    pinned: bool = True
-    pageable: StatedFraction | None = None
-
-    _positive = field_validator("rate", "shared_rate")(_above_zero)
-
-    @field_validator("both_ways", "pageable")
-    @classmethod
-    def _share(cls, number: Stated | None) -> Stated | None:
-        if number is not None and not 0 < number.value <= 1:
-            raise PydanticCustomError(
-                "share", "not a share of the rate", {"expected": "above 0, up to 1"}
-            )
-        return number
-
-
-class HostDoc(Doc):
-    """What a node's processors do, all of it shared by the node's chips.
-
-    Args:
-        memory_bandwidth: [B/s] that the optimizer reaches. flops: [FLOP/s] that it reaches.
-        update: [s] per parameter of an optimizer step, measured; it replaces the other two.
-    """
-
-    memory_bandwidth: StatedRate | None = None
-    flops: StatedFlopRate | None = None
-    update: StatedSeconds | None = None
-
-    _positive = field_validator("memory_bandwidth", "flops", "update")(_above_zero)
-
-
-class NvmeDoc(Doc):
-    """The NVMe drives of a node, all together, shared by its chips.
-
-    Args:
-        read, write: [B/s] that large sequential reads and writes reach. capacity: [B].
-    """
-
-    read: StatedRate
-    write: StatedRate
-    capacity: StatedBytes
-
-    _positive = field_validator("read", "write", "capacity")(_above_zero)
-
-
 class NodeNumbers(Doc):
     """What a node consists of, all optional: what a cluster file may override or write inline.
 
     Args:
         accelerator: profile name. chips: accelerators per node.
         fabric: link between the chips of a node, per chip and direction.
-        nics: network cards. host_memory: [B]. pcie: link to host memory. host: its processors.
-        nvme: its drives. runtime: how processes start on it, for ``hetlab run``.
+        nics: network cards. host_memory: [B]. pcie: link to host memory.
+        processors: which ones it has. host: what they reach. nvme: its drives.
+        runtime: how processes start on it, for ``hetlab run``.
     """
 
     accelerator: str | None = None
@@ -311,11 +255,12 @@ class NodeNumbers(Doc):
     nics: NicsDoc | None = None
     host_memory: StatedBytes | None = None
     pcie: PcieDoc | None = None
+    processors: ProcessorsDoc | None = None
     host: HostDoc | None = None
     nvme: NvmeDoc | None = None
     runtime: RuntimeDoc | None = None
 
-    _positive = field_validator("host_memory")(_above_zero)
+    _positive = field_validator("host_memory")(above_zero)
 
 
 class NodeDoc(Origin, NodeNumbers):

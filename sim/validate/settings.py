@@ -154,10 +154,14 @@ def settings_of(run: MeasuredRun) -> Settings:
         ep = fits
     sp = tp > 1 and (run.source in SEQUENCE_PARALLEL or "sequence parallel" in recompute)
     per_stage, before, after = _stages(run)
+    zero = _zero(word("zero"))
+    if zero >= 2 and pp > 1:
+        notes.append("sharded parameters of a pipeline are gathered once a step, as under ZeRO-1")
+        zero = 1
     return Settings(
         config=config, model=run.text("model"), chips=chips, dtype=_dtype(precision or "bf16"),
         precision=precision, seq=seq, gbs=gbs, mbs=mbs, tp=tp, pp=pp, ep=ep, cp=cp, dp=dp,
-        vpp=vpp, recompute=_recompute(recompute), zero=_zero(word("zero")), sequence_parallel=sp,
+        vpp=vpp, recompute=_recompute(recompute), zero=zero, sequence_parallel=sp,
         flash=_flash(run), blocking=run.source in BLOCKING, layers_per_stage=per_stage,
         before=before, after=after, stack=stack_of(run), filled=tuple(filled), notes=tuple(notes),
     )  # fmt: skip
