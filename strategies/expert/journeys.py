@@ -12,7 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 from strategies.expert.lending import Lending, moved
 from strategies.expert.link_cost import Links, MeanBandwidth, Topology, exchange_s
 
-__all__ = ["copies_back", "copies_out", "copy_ways", "journey_s", "tokens_back", "tokens_out"]
+__all__ = [
+    "copies_back",
+    "copies_out",
+    "copies_s",
+    "copy_ways",
+    "journey_s",
+    "tokens_back",
+    "tokens_out",
+]
 
 Floats = NDArray[np.float64]
 Journey = tuple[Floats, ...]
@@ -84,22 +92,21 @@ def copy_ways(links: Topology, lending: Lending, nbytes: float) -> dict[str, Jou
     if "direct" in links.ways:
         ways["direct"] = (np.asarray(moved(lending) * nbytes, np.float64),)
     size = len(links.nodes)
-    lent = np.flatnonzero(lending.hosts.sum(axis=1) > 1)
     first, then, chain = (np.zeros((size, size), np.float64) for _ in range(3))
-    for e in lent:
+    device = np.arange(size)
+    for e in np.flatnonzero(lending.hosts.sum(axis=1) > 1):
         home = int(lending.home[e])
-        others = np.flatnonzero(lending.hosts[e])
-        others = others[others != home]
-        near = others[links.nodes[others] == links.nodes[home]]
-        far = others[links.nodes[others] != links.nodes[home]]
-        _, heads, member = np.unique(links.nodes[far], return_index=True, return_inverse=True)
-        first[home, near] += nbytes
-        first[home, far[heads]] += nbytes
-        rest = np.delete(np.arange(far.size), heads)
-        np.add.at(then, (far[heads][member[rest]], far[rest]), nbytes)
-        row = np.r_[home, near, far[np.argsort(member, kind="stable")]]
+        far = links.nodes != links.nodes[home]
+        order = np.lexsort((device, links.nodes, far, device != home))
+        row = order[lending.hosts[e, order]]  # home, its node, then node by node
+        head = np.r_[False, np.diff(links.nodes[row]) != 0]
+        from_head = np.maximum.accumulate(np.where(head, np.arange(row.size), 0))
+        direct = head | (from_head == 0)
+        first[home, row[direct]] += nbytes
+        then[row[from_head[~direct]], row[~direct]] += nbytes
         fill = min(links.chunk, nbytes) * (row.size - 2)
         chain[row[:-1], row[1:]] += nbytes + fill
+    np.fill_diagonal(first, 0.0)
     if "relay" in links.ways:
         ways["relay"] = (first, then) if then.any() else (first,)
     if "chain" in links.ways:
@@ -109,11 +116,32 @@ def copy_ways(links: Topology, lending: Lending, nbytes: float) -> dict[str, Jou
 
 def copies_out(links: Topology, lending: Lending, nbytes: float) -> Journey:
     """Return how parameters go from homes to hosts: the cheapest of :func:`copy_ways`."""
-    ways = copy_ways(links, lending, nbytes)
-    return min(ways.values(), key=lambda way: journey_s(links, way))
+    ways = list(copy_ways(links, lending, nbytes).values())
+    return ways[int(np.argmin(_each_s(links, ways)))]
 
 
 def copies_back(links: Topology, lending: Lending, nbytes: float) -> Journey:
     """Return how gradients go from hosts to homes: the reverse, summed where ways meet."""
-    ways = [tuple(m.T for m in w[::-1]) for w in copy_ways(links, lending, nbytes).values()]
-    return min(ways, key=lambda way: journey_s(links, way))
+    ways = [_reverse(way) for way in copy_ways(links, lending, nbytes).values()]
+    return ways[int(np.argmin(_each_s(links, ways)))]
+
+
+def copies_s(
+    links: Topology, lending: Lending, param_bytes: float, gradient_bytes: float
+) -> tuple[float, float]:
+    """Return the times of :func:`copies_out` and :func:`copies_back` [s]."""
+    out = list(copy_ways(links, lending, param_bytes).values())
+    same = param_bytes == gradient_bytes
+    back = out if same else list(copy_ways(links, lending, gradient_bytes).values())
+    times = _each_s(links, [*out, *map(_reverse, back)])
+    return min(times[: len(out)]), min(times[len(out) :])
+
+
+def _reverse(way: Journey) -> Journey:
+    return tuple(matrix.T for matrix in way[::-1])
+
+
+def _each_s(links: Links, ways: list[Journey]) -> list[float]:
+    """Time of each journey [s], all matrices priced at once."""
+    found = iter(exchange_s(links, np.array([m for way in ways for m in way])).tolist())
+    return [sum(next(found) for _ in way) for way in ways]

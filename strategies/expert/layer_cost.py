@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from strategies.expert.expert_cost import ExpertTimes, PerToken, Products, expert_s, products
-from strategies.expert.journeys import (
-    copies_back,
-    copies_out,
-    journey_s,
-    tokens_back,
-    tokens_out,
-)
+from strategies.expert.journeys import copies_s, journey_s, tokens_back, tokens_out
 from strategies.expert.lending import Lending, Shares, copies, shares
 from strategies.expert.link_cost import Links, MeanBandwidth, Topology, exchange_s, topology
 
@@ -37,7 +31,9 @@ __all__ = [
     "exchange_s",
     "expert_s",
     "layer_times",
+    "least_s",
     "nodes_of",
+    "predicted_of",
     "products",
     "released",
     "scheduled_s",
@@ -138,9 +134,7 @@ def _copies_s(costs: LayerCosts, lending: Lending) -> tuple[float, float]:
             held * costs.param_bytes / costs.links.trans,
             held * costs.gradient_bytes / costs.links.agg,
         )
-    out = journey_s(costs.links, copies_out(costs.links, lending, costs.param_bytes))
-    back = journey_s(costs.links, copies_back(costs.links, lending, costs.gradient_bytes))
-    return out, back
+    return copies_s(costs.links, lending, costs.param_bytes, costs.gradient_bytes)
 
 
 def blocking_s(times: LayerTimes) -> float:
@@ -157,6 +151,26 @@ def scheduled_s(costs: LayerCosts, times: LayerTimes) -> float:
     trans = max(0.0, times.trans - times.fec - costs.fnec_s)
     agg = max(0.0, times.agg - times.bec - costs.bnec_s)
     return blocking_s(times) - times.trans - times.agg + trans + agg
+
+
+def predicted_of(costs: LayerCosts, times: LayerTimes, scheduled: bool = True) -> float:
+    """Return the time of a layer [s] of eq. 8, or where nothing is scheduled of eq. 6."""
+    return scheduled_s(costs, times) if scheduled else blocking_s(times)
+
+
+def least_s(costs: LayerCosts, counts: ArrayLike) -> float:
+    """Return what no lending can beat [s]: experts evenly spread, nothing on the links.
+
+    An expert in parts takes no less time than whole, so the mean over devices of whole experts,
+    each on its quickest device, is a bound on the fullest device.
+
+    Args:
+        costs: of the layer. counts: tokens of each expert from each source, shape (E, S).
+    """
+    amount = np.asarray(counts)
+    size = amount.shape[1]
+    whole = np.broadcast_to(amount.sum(axis=1)[:, None, None], (len(amount), 1, size))
+    return float(sum(part.min(axis=-1).sum() / size for part in expert_s(costs.experts, whole)))
 
 
 def copy_bytes(costs: LayerCosts, lending: Lending) -> Floats:

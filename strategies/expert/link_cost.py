@@ -8,6 +8,8 @@ are worked out once, so that a planner can price many matrices at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +21,7 @@ from sim.errors import InputError
 from sim.hardware.machine import Curve, Machine
 from sim.hardware.route import curve_factor
 
-__all__ = ["Links", "MeanBandwidth", "Topology", "exchange_s", "topology"]
+__all__ = ["Links", "MeanBandwidth", "Topology", "exchange_s", "link_loads", "topology"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -166,14 +168,15 @@ def exchange_s(links: Links, nbytes: ArrayLike) -> Floats:
         bounds = np.array([size for size, _ in links.exchange[:-1]])
         rates = np.array([rate for _, rate in links.exchange])
         return np.asarray(most / rates[np.searchsorted(bounds, most)], np.float64)
-    flat = amount.reshape(-1, *links.pair.shape)
-    found = link_loads(links, flat) / links.rates
-    slowest = found.max(axis=1, initial=0.0)
+    index = _index(links)
+    flat = amount.reshape(-1, links.pair.size)
+    slowest = (link_loads(links, flat) / links.rates).max(axis=1, initial=0.0)
     latency = np.zeros(len(flat))
-    for c, kind in enumerate(links.classes):
-        sizes = flat[:, links.pair == c]
-        used = sizes > 0
-        latency = np.where(used.any(axis=1), np.maximum(latency, kind.latency), latency)
+    for kind, pairs in index.classes:
+        if not kind.capped and (latency >= kind.latency).all():
+            continue
+        sizes = flat[:, pairs]
+        latency = np.maximum(latency, np.where((sizes > 0).any(axis=1), kind.latency, 0.0))
         if kind.capped:
             alone = sizes / (kind.rate * curve_factor(kind.curve, sizes))
             slowest = np.maximum(slowest, alone.max(axis=1, initial=0.0))
@@ -181,9 +184,36 @@ def exchange_s(links: Links, nbytes: ArrayLike) -> Floats:
 
 
 def link_loads(links: Topology, nbytes: Floats) -> Floats:
-    """Return the bytes over each link [B], shape (K, X), of K matrices (K, D, D)."""
-    number, size = len(nbytes), links.rates.size + 1
-    slots = (links.links + 1) + size * np.arange(number)[:, None, None, None]
-    weights = np.broadcast_to(nbytes[..., None], slots.shape)
-    loads = np.bincount(slots.ravel(), weights.ravel(), number * size)
-    return np.asarray(loads.reshape(number, size)[:, 1:], np.float64)
+    """Return the bytes over each link [B], shape (K, X), of K matrices as rows, (K, D * D)."""
+    index = _index(links)
+    if not links.rates.size:
+        return np.zeros((len(nbytes), 0))
+    return np.add.reduceat(nbytes[:, index.crossing], index.starts, axis=1)
+
+
+class _Index(NamedTuple):
+    """Pairs, numbered row by row, in the order in which sums need them.
+
+    Args:
+        crossing: pairs that cross each link, link after link. starts: where each link's begin.
+        classes: kinds of paths and their pairs, longest latency first.
+    """
+
+    crossing: Ints
+    starts: Ints
+    classes: list[tuple[PathClass, Ints]]
+
+
+@lru_cache(maxsize=64)
+def _index(links: Topology) -> _Index:
+    pair, place = np.nonzero(links.links.reshape(links.pair.size, -1) >= 0)
+    link = links.links.reshape(links.pair.size, -1)[pair, place]
+    order = np.argsort(link, kind="stable")
+    number = np.bincount(link, minlength=links.rates.size)
+    flat = links.pair.ravel()
+    classes = [(kind, np.flatnonzero(flat == c)) for c, kind in enumerate(links.classes)]
+    return _Index(
+        crossing=pair[order],
+        starts=np.cumsum(number) - number,
+        classes=sorted(classes, key=lambda each: -each[0].latency),
+    )
