@@ -2,7 +2,8 @@
 
 * ``accelerators/``: one YAML file per accelerator type
 * ``links/``: one per port, NIC, trunk or WAN route type
-* ``nodes/``: one per host: which accelerators, fabric and NICs it has
+* ``hosts/``: one per processor type
+* ``nodes/``: one per host: which accelerators, fabric, processors and NICs it has
 * ``clusters/``: whole clusters
 * ``jobs/``: a job for each cluster, of the same name
 * ``models/``: Hugging Face config.json files, with where their sizes were read in sources.yaml
@@ -16,7 +17,7 @@ from importlib.resources.abc import Traversable
 
 __all__ = ["KINDS", "folder"]
 
-KINDS = ("accelerators", "links", "nodes", "clusters", "jobs", "models")
+KINDS = ("accelerators", "links", "hosts", "nodes", "clusters", "jobs", "models")
 """The folders of this package."""
 
 

@@ -13,13 +13,13 @@ from sim.errors import InputError
 from sim.spec.cluster import ClusterDoc, ProfilesDoc
 from sim.spec.load import read_source, validate
 from sim.spec.origins import Origin
-from sim.spec.profiles import AcceleratorDoc, AcceleratorNumbers, LinkDoc, NodeDoc
+from sim.spec.profiles import AcceleratorDoc, AcceleratorNumbers, LinkDoc, NodeDoc, ProcessorDoc
 
 __all__ = ["Catalog", "DefaultsDoc", "ProfileKind", "bundled_catalog", "bundled_directory"]
 
-ProfileKind = Literal["accelerators", "links", "nodes", "clusters"]
-NamedDoc = AcceleratorDoc | LinkDoc | NodeDoc | ClusterDoc
-D = TypeVar("D", AcceleratorDoc, LinkDoc, NodeDoc, ClusterDoc)
+ProfileKind = Literal["accelerators", "links", "hosts", "nodes", "clusters"]
+NamedDoc = AcceleratorDoc | LinkDoc | ProcessorDoc | NodeDoc | ClusterDoc
+D = TypeVar("D", AcceleratorDoc, LinkDoc, ProcessorDoc, NodeDoc, ClusterDoc)
 
 _SPARSE = 1.9
 """A peak this many times the bundled dense one is the figure with structured sparsity (2x)."""
@@ -37,8 +37,8 @@ def bundled_directory() -> Path:
 class Catalog:
     """Profiles by kind and name; every file is read at most once.
 
-    A directory holds ``accelerators/``, ``links/``, ``nodes/`` and ``clusters/``, each with one
-    file ``NAME.yaml`` per profile; the profile's ``name`` equals the file's.
+    A directory holds ``accelerators/``, ``links/``, ``hosts/``, ``nodes/`` and ``clusters/``, each
+    with one file ``NAME.yaml`` per profile; the profile's ``name`` equals the file's.
 
     Args:
         directories: the user's own, searched in this order before the bundled one.
@@ -75,6 +75,10 @@ class Catalog:
     def link(self, name: str) -> LinkDoc:
         """Return a link profile. Raises InputError: unknown name, wrong file."""
         return self._get(LinkDoc, "links", name)
+
+    def host(self, name: str) -> ProcessorDoc:
+        """Return a processor type. Raises InputError: unknown name, wrong file."""
+        return self._get(ProcessorDoc, "hosts", name)
 
     def node(self, name: str) -> NodeDoc:
         """Return a node profile. Raises InputError: unknown name, wrong file."""
@@ -157,7 +161,7 @@ class Catalog:
         ]
         close += [n for low, n in lowered.items() if asked and asked in low]
         close = list(dict.fromkeys(close))
-        own = "" if kind == "clusters" else f", or define it under profiles.{kind}"
+        own = "" if kind in ("clusters", "hosts") else f", or define it under profiles.{kind}"
         hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         return InputError(
             f"no profile {name} among the {kind}{hint}",
