@@ -202,7 +202,8 @@ class _RankWork:
         )
         parts = len({g.routed for g in block.gemms}) if block.num_experts else 1
         self.overhead = accelerator.kernel_overhead_s * parts
-        self.overhead += accelerator.routing_overhead_s if block.num_experts else 0.0
+        # The way to the experts and back belongs to what is not the experts' own.
+        self.overhead += accelerator.routing_overhead_s if parts > 1 else 0.0
 
     def flops(self) -> tuple[float, float, float, float]:
         products = sum(2.0 * m * n * k * count for m, n, k, count in self.gemms)

@@ -103,10 +103,12 @@ def as_run(message: Message, kind: str, accelerator: Accelerator) -> Message:
 
     Args:
         message: at the links' own rates. kind: of the op: sums and gathers over replicas take
-            ``sync_cost`` times as long, and a BARRIER ends with what a step costs besides.
+            ``sync_cost`` times as long, exchanges ``ep_cost`` times as inside passes, and a BARRIER
+            ends with what a step costs besides.
         accelerator: of the members.
     """
     factor = accelerator.sync_cost if kind in _SYNC else 1.0
+    factor = accelerator.ep_cost if kind == "ALL_TO_ALL" else factor
     besides = accelerator.step_overhead_s if kind == "BARRIER" else 0.0
     if factor == 1.0 and not besides:
         return message

@@ -16,6 +16,7 @@ from sim.plan.plan import Plan
 from sim.report.basis import Basis
 from sim.report.delays import Delays
 from sim.report.host import HostUse
+from sim.report.late import LateUse
 from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
 
@@ -134,7 +135,7 @@ class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
         steps: simulated. events: the kernel processed. cpu_s: [s]. folded: True when ranks that
             behave alike ran as one. num_ranks, num_classes: before and after folding.
         per_link: links that carried bytes, busiest first.
-        delays: of late updates, None where none is late.
+        delays: of late updates, None where none is late. late: of late amounts, likewise.
     """
 
     steps: int
@@ -145,6 +146,7 @@ class SimulateDocument(PlanDocument, frozen=True, kw_only=True):
     num_classes: int
     per_link: tuple[LinkLoad, ...]
     delays: Delays | None = None
+    late: LateUse | None = None
 
 
 def stages_of(
@@ -273,6 +275,7 @@ def simulate_document(
     memory: Mapping[tuple[int, int], Ledger] | None = None,
     host: HostUse | None = None,
     delays: Delays | None = None,
+    late: LateUse | None = None,
     seed: int = 0,
     assumptions: Sequence[str] = (),
 ) -> SimulateDocument:
@@ -281,7 +284,7 @@ def simulate_document(
     Args:
         run: the simulation. basis, metrics, links: of it. model: for layers.
         memory: (stage, replica) -> ledger. host: its host side.
-        delays: of late updates. seed: used.
+        delays: of late updates. late: of late amounts. seed: used.
         assumptions: besides the plan's.
     """
     plan, graph = run.layout.plan, run.layout.graph
@@ -291,5 +294,5 @@ def simulate_document(
         **_common("hetlab.simulate/1", plan, basis, metrics, stages, seed, assumptions),
         steps=run.layout.steps, events=run.outcome.events, cpu_s=run.cpu_s,
         folded=len(graph.actors) < ranks, num_ranks=ranks, num_classes=len(graph.actors),
-        per_link=links, host=host, delays=delays,
+        per_link=links, host=host, delays=delays, late=late,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from sim.report.document import (
 )
 from sim.report.gantt import save_gantt
 from sim.report.host import HostUse, host_use
+from sim.report.late import LateUse, late_use
 from sim.report.links import LinkLoad, bytes_per_update, link_loads, link_use
 from sim.report.metrics import Metrics, metrics_of, pace_of_run
 from sim.report.record import recorded
@@ -44,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         run, problem: what was simulated; None for a plan without a problem.
         spans, metrics, links, basis: of it.
         memory: (stage, replica) -> ledger of the cell. host: None when the plan uses no host side.
-        delays: of updates that are late, None for other plans.
+        delays: of updates that are late, None for other plans. late: of late amounts, likewise.
         seed: of the run's generated tables.
     """
 
@@ -57,6 +58,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     memory: Mapping[tuple[int, int], Ledger] = {}
     host: HostUse | None = None
     delays: Delays | None = None
+    late: LateUse | None = None
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -117,8 +119,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Return what ``hetlab simulate --json`` prints."""
         return simulate_document(
             self.run, self.basis, self.metrics, self.links, model=self._model,
-            memory=self.memory, host=self.host, delays=self.delays, seed=self.seed,
-            assumptions=self.assumptions,
+            memory=self.memory, host=self.host, delays=self.delays, late=self.late,
+            seed=self.seed, assumptions=self.assumptions,
         )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def report_of(
     return Report(
         run=run, problem=problem, spans=spans, basis=basis, metrics=metrics, links=links,
         memory=memory, host=host_use(plan, problem, spans, pace), seed=run.layout.seed,
-        delays=delays or fixed_delays(run, pace.step_time_s),
+        delays=delays or fixed_delays(run, pace.step_time_s), late=late_use(run, spans),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ MOST_STEPS = 128 * SETTLED_STEPS
 
 
 def simulate_settled(plan: Plan, problem: Problem | None = None, **more: Any) -> Run:
-    """Simulate one step, or ``SETTLED_STEPS`` where steps overlap.
+    """Simulate one step, or ``SETTLED_STEPS`` where steps overlap or tables make them differ.
 
     Where ranks serve messages, workers go on until the slowest has written that often in the time
     in which all do, and the run ends there: a worker that is alone says nothing about the pace. It
@@ -33,7 +33,7 @@ def simulate_settled(plan: Plan, problem: Problem | None = None, **more: Any) ->
     Raises:
         InputError, SimulationError: see ``simulate``.
     """
-    steps = 1 if plan.barrier else SETTLED_STEPS
+    steps = 1 if plan.barrier and not plan.tables else SETTLED_STEPS
     run = simulate(plan, problem, steps=steps, **more)
     if server_of_run(run) is None:
         return run

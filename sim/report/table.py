@@ -14,6 +14,7 @@ from sim.report.delays import delay_texts
 from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
 from sim.report.grids import NARROW, Tight, columned, grid
 from sim.report.host import HostUse, memory_texts, short_text, stream_texts
+from sim.report.late import late_texts
 from sim.report.links import LinkLoad
 from sim.report.metrics import Metrics
 from sim.report.rows import time_unit
@@ -127,9 +128,11 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
     if document.per_link:
         console.print(Tight(_links(document.per_link, console.width)))
         console.print()
-    if document.delays is not None:
+    texts = delay_texts(document.delays) if document.delays is not None else []
+    texts += late_texts(document.late) if document.late is not None else []
+    if texts:
         rows = grid()
-        for name, text in delay_texts(document.delays):
+        for name, text in texts:
             rows.add_row(name, text)
         console.print(Tight(rows))
         console.print()

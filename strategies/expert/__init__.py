@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from strategies.expert import parallel
+from strategies.expert import balanced, parallel
 
-__all__ = ["parallel"]
+__all__ = ["balanced", "parallel"]

@@ -84,6 +84,22 @@ def test_written_out_equals_boxed_where_boxing_is_legal(chips: int, sizes: dict[
     assert_memory_comes_back(other, problem)
 
 
+def test_what_chips_are_calibrated_to_counts_in_both_forms() -> None:
+    """Exchanges slower than the links say, a fixed cost of routed passes, sums that are hidden."""
+    problem = small()
+    numbers = {"ep_cost": 0.7, "tp_cost": 1.3, "sync_cost": 0.8, "routing_overhead_s": 1e-4}
+    chips = {
+        name: msgspec.structs.replace(chip, **numbers)
+        for name, chip in problem.machine.accelerators.items()
+    }
+    machine = msgspec.structs.replace(problem.machine, accelerators=chips)
+    other = msgspec.structs.replace(problem, machine=machine)
+    plans = both(16, tp=2, ep=8)[:2]
+    boxed, out = (simulate(p, other).makespan for p in plans)
+    assert out == pytest.approx(boxed, rel=1e-9)
+    assert boxed > 1.5 * simulate(plans[0], problem).makespan
+
+
 def test_exchanges_contend_where_a_box_would_not() -> None:
     """Transfers of the pipeline cross the NICs of the exchanges, and other passes go on beside."""
     problem = small()
