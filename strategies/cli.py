@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,15 @@ PinOption = Annotated[
         "default) looks for them when nothing else fits.",
     ),
 ]
+ForbidOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--forbid",
+        help="Take a strategy out of the search, one per --forbid: balanced (lent experts), "
+        "local_sgd (sites that step by themselves), offload, uneven (unlike shares of "
+        "microbatches and layers).",
+    ),
+]
 TopOption = Annotated[int, typer.Option(min=1, help="Plans that are simulated at the end.")]
 BudgetOption = Annotated[
     float | None,
@@ -77,6 +86,7 @@ def _plan(
     ] = None,
     overrides: SetOption = None,
     pin: PinOption = None,
+    forbid: ForbidOption = None,
     top: TopOption = 8,
     budget: BudgetOption = None,
     contention: Annotated[bool, typer.Option(help="Transfers share links.")] = True,
@@ -104,7 +114,7 @@ def _plan(
     with _shown() as show:
         result = search(
             problem,
-            pins=_pins(pin),
+            pins=_pins(pin, forbid),
             top=top,
             budget=budget,
             progress=show,
@@ -115,7 +125,7 @@ def _plan(
         if sub_groups:
             result = sub_grouped(
                 result,
-                pins=_pins(pin),
+                pins=_pins(pin, forbid),
                 top=top,
                 progress=show,
                 store=store,
@@ -179,8 +189,8 @@ def _demo_problem(cluster: str, model: str, job: str) -> Problem:
     return load_problem(cluster, model or DEMO_MODEL, job)
 
 
-def _pins(texts: list[str] | None) -> dict[str, str]:
-    pins = {}
+def _pins(texts: list[str] | None, forbid: list[str] | None = None) -> dict[str, Any]:
+    pins: dict[str, Any] = {"forbid": tuple(forbid)} if forbid else {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name.strip() or not value.strip():
@@ -238,13 +248,17 @@ def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
     if result.offload is None and not result.notes:
         return report, document
     fields = {f: getattr(document, f) for f in document.__struct_fields__}
-    return report, OffloadDocument(**fields, offload=result.offload, notes=result.notes)
+    return report, OffloadDocument(
+        **fields, offload=result.offload, notes=result.notes, sites=result.sites
+    )
 
 
 def _print(console: Console, document: PlanDocument, result: SearchResult) -> None:
     from sim.report.table import Tight, print_plan
 
     print_plan(console, document)
+    for site in result.sites:
+        console.print(Tight(f"{site.site}: {site.text}"), highlight=False)
     if result.offload is not None:
         console.print(Tight(f"offload: {result.offload.why}"), highlight=False)
         for stage in result.offload.stages:

@@ -113,7 +113,7 @@ def passes_of(
     passes = draft.passes
     if draft.data.zero >= 2 and all(call.name != SEGMENTS for call in passes):
         args = {"clipping": "global"} if updates_late(problem.job, draft) else {}
-        passes = (*passes, Call(SEGMENTS, 1, args))
+        passes = (Call(SEGMENTS, 1, args), *passes)
     if draft.expert.ep == 1:
         return passes
     blocks = problem.model.blocks

@@ -154,14 +154,14 @@ class AutoHete:
 
 
 def _with_segments(draft: PlanDraft, args: dict[str, Any]) -> tuple[Call, ...]:
-    """The passes with the one that runs segments: at its place if it is there, else behind.
+    """The passes with the one that runs segments: at its place if it is there, else before all.
 
     Segments that another strategy cut do not say what is recomputed; a draft whose segments do has
     been here before, and two calls of the pass are refused.
     """
     call, again = Call(SEGMENTS, 1, args), any(s.recompute for s in draft.offload.segments)
     if again or all(c.name != SEGMENTS for c in draft.passes):
-        return (*draft.passes, call)
+        return (call, *draft.passes)
     return tuple(call if c.name == SEGMENTS else c for c in draft.passes)
 
 

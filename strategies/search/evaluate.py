@@ -81,7 +81,8 @@ class Evaluator(Board):
         blocks = blocks_of(self.costs, pools, self.choices, knobs=self._possible_knobs())
         total = self.costs.passes.num_layers
         sizes = [self._size(b) for b in blocks]
-        self.whole = sum(s for s, _ in sizes) <= self.effort.exhaustive
+        small = sum(s for s, _ in sizes) <= self.effort.exhaustive
+        self.whole = small and not self.costs.even
         self.space = int(sum(s if self.whole else n for s, n in sizes))
         if self.whole:
             for i, block in enumerate(blocks):
@@ -104,7 +105,8 @@ class Evaluator(Board):
                 break
             self._screen(block, total, screened)
         tune(self, screened)
-        refine(self)
+        if not self.costs.even:
+            refine(self)
 
     def _possible_knobs(self) -> list[Knobs]:
         """Knobs of every schedule that may occur, for what filling is sure to cost."""

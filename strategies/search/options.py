@@ -17,11 +17,19 @@ from strategies.registry import get
 from strategies.search.slab import RECOMPUTE, Knobs
 
 __all__ = [
-    "Choices", "Offload", "choices_of", "fill_share", "knobs_for", "modes_of", "screening_knobs",
-    "zero_stages",
+    "Choices", "FORBIDDEN", "Offload", "choices_of", "fill_share", "knobs_for", "modes_of",
+    "screening_knobs", "zero_stages",
 ]  # fmt: skip
 
 Offload = Literal["auto", "yes", "no"]
+
+FORBIDDEN = {
+    "balanced": "experts that are lent to balance their load",
+    "local_sgd": "sites that step by themselves",
+    "offload": "what lives on hosts",
+    "uneven": "unlike shares of microbatches and layers",
+}
+"""What may be taken out of a search, and what it is in words."""
 
 CHUNKS = (2, 4)
 """Virtual stages per position that interleaving is tried with."""
@@ -47,6 +55,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
         families: "pipeline" (unlike stages), "replicas" (unlike replicas), "both".
         offload: "auto" looks for offloaded plans when nothing fits otherwise, "yes" lets them
             compete, "no" leaves them out.
+        forbid: names of ``FORBIDDEN`` that are left out.
     """
 
     tp: int | None = None
@@ -66,6 +75,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     orders: str = "auto"
     families: str = "both"
     offload: Offload = "auto"
+    forbid: tuple[str, ...] = ()
 
 
 def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choices:
@@ -91,6 +101,13 @@ def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choic
     if found.schedule is not None and found.schedule not in SCHEDULES:
         raise UsageError(f"no such schedule: {found.schedule}; there are {' '.join(SCHEDULES)}")
     _check_zero(found)
+    unknown = sorted(set(found.forbid) - set(FORBIDDEN))
+    if unknown:
+        raise UsageError(f"nothing to forbid: {unknown[0]}; there are {' '.join(FORBIDDEN)}")
+    if "offload" in found.forbid:
+        if found.offload == "yes":
+            raise UsageError("offload is forbidden and offload=yes is pinned")
+        found = msgspec.structs.replace(found, offload="no")
     return found
 
 

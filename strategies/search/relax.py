@@ -23,7 +23,9 @@ from strategies.search.pools import Pool
 from strategies.search.screen import compute_bound
 from strategies.search.slab import Slab, structure_key
 
-__all__ = ["Relaxed", "Structure", "offload_bound", "relaxed", "without_memory"]
+__all__ = [
+    "Relaxed", "Structure", "offload_bound", "relaxed", "without_memory", "without_states",
+]  # fmt: skip
 
 MOST = 24
 """Most structures of each relaxed search."""
@@ -72,7 +74,7 @@ def without_memory(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, machine=endless)
 
 
-def _without_states(problem: Problem) -> Problem:
+def without_states(problem: Problem) -> Problem:
     """The problem with an optimizer whose states take no memory."""
     job = msgspec.structs.replace(problem.job, num_states=0, master_weights=False)
     return msgspec.structs.replace(problem, job=job)
@@ -115,7 +117,7 @@ def relaxed(
     endless = without_memory(problem)
     costs = Costs(endless)
     found: dict[bytes, Structure] = {}
-    for case in (_without_states(problem), endless):
+    for case in (without_states(problem), endless):
         search = Evaluator(
             Costs(case), _pins(choices), effort, MOST, deadline=deadline, progress=progress
         )

@@ -29,6 +29,7 @@ from strategies.search.pools import Pool, slots
 from strategies.search.screen import fits
 from strategies.search.slab import Knobs, Slab
 from strategies.search.space import MAX_MICROBATCH
+from strategies.search.split import share_out
 from strategies.search.wires import stage_cells
 from strategies.tensor.megatron import tp_sizes
 
@@ -227,7 +228,11 @@ def _plans(
         tps=frozenset(p.tp for p in parts),
     )  # fmt: skip
     knobs = [k for k in knobs if not k.scatter and k.chunks == 1]
-    sharings = _shares(parts, total)
+    dps = [p.dp for p in parts]
+    sharings = share_out([p.stages / p.layer_s for p in parts], dps, total)
+    if costs.even:
+        each, rest = divmod(total, sum(dps))
+        sharings = [(each,) * len(dps)] if not rest else []
     if not all_of_them and knobs:
         knobs, sharings = [screening_knobs(knobs)], sharings[:1]
     for shares in sharings:
@@ -244,21 +249,6 @@ def _plans(
             seconds = mixed_seconds(costs, placed)
             found.append(MixedPlan(parts=tuple(placed), seconds=seconds, bound=bound))
     return found
-
-
-def _shares(parts: tuple[_Part, ...], total: int) -> list[tuple[int, ...]]:
-    """Microbatches per replica: near the pools' speeds, adding up exactly."""
-    speed = np.array([p.stages / p.layer_s for p in parts])
-    dps = [p.dp for p in parts]
-    ideal = total * speed / sum(d * s for d, s in zip(dps, speed, strict=True))
-    near = [sorted({max(1, math.floor(x) + k) for k in (-1, 0, 1, 2)}) for x in ideal[:-1].tolist()]
-    found = []
-    for head in itertools.product(*near):
-        left = total - sum(d * m for d, m in zip(dps, head, strict=False))
-        if left > 0 and left % dps[-1] == 0:
-            found.append((*head, left // dps[-1]))
-    # The sharing under which the slowest pool is fastest comes first.
-    return sorted(found, key=lambda m: max(x / s for x, s in zip(m, speed.tolist(), strict=True)))
 
 
 def _least_sum(costs: Costs, parts: tuple[_Part, ...]) -> float:

@@ -11,7 +11,7 @@ from sim.report.document import PlanDocument
 from strategies.search.hosted import HostedStage
 from strategies.search.pools import Pool
 
-__all__ = ["Finalist", "OffloadDocument", "OffloadFacts", "SearchResult"]
+__all__ = ["Finalist", "OffloadDocument", "OffloadFacts", "SearchResult", "SiteFacts"]
 
 
 class Finalist(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,8 +20,9 @@ class Finalist(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         plan: complete. estimate_s: [s] step time by the recurrence, messages in step.
         step_time_s: [s] by the engine, or the estimate when the search was stopped before.
-        score: what was minimised: the step time, or [USD] per step.
+        score: what was minimised: the time of a batch, or [USD] per batch.
         simulated: True when ``step_time_s`` is the engine's.
+        batches: of the job in a step of the plan.
     """
 
     plan: Plan
@@ -29,6 +30,7 @@ class Finalist(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float
     score: float
     simulated: bool = True
+    batches: int = 1
 
 
 class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,15 +46,40 @@ class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     proven: bool
 
 
+class SiteFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One site of a plan whose sites step by themselves.
+
+    Args:
+        site, accelerator: where. replicas: of it. microbatches: of each. step_s: [s] of a step of
+            the site alone.
+    """
+
+    site: str
+    accelerator: str
+    replicas: int
+    microbatches: int
+    step_s: float
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return (
+            f"{self.replicas} replicas on {self.accelerator} take {self.microbatches} "
+            f"microbatches each, {self.step_s:.4g} s a step"
+        )
+
+
 class OffloadDocument(PlanDocument, frozen=True, kw_only=True):
-    """Answer of ``hetlab plan`` where offloading was looked at.
+    """Answer of ``hetlab plan`` where offloading, or steps of sites, were looked at.
 
     Args:
         offload: None when the best plan does not offload. notes: as of ``SearchResult``.
+        sites: that step by themselves, () when none do.
     """
 
     offload: OffloadFacts | None
     notes: tuple[str, ...]
+    sites: tuple[SiteFacts, ...] = ()
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +105,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
             has several steps, whose pace is the step time, and ``bound_s`` is ``plan_bound_s``, the
             passes of its structure alone.
         notes: what was tried of offloading, refused, or short without it, in words.
+        sites: that step by themselves; then a step of the plan is several batches of the job, and
+            ``run`` has several of those steps.
     """
 
     problem: Problem
@@ -99,6 +128,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     sub_groups: str = ""
     offload: OffloadFacts | None = None
     notes: tuple[str, ...] = ()
+    sites: tuple[SiteFacts, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -106,14 +136,20 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.finalists[0].step_time_s
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the best plan."""
+        best = self.finalists[0]
+        return self.problem.job.tokens * best.batches / best.step_time_s
+
+    @property
     def gap(self) -> float:
-        """Step time of the best plan over the bound of the space, minus 1."""
-        return self.step_time_s / self.bound_s - 1.0
+        """Time of a batch under the best plan over the bound of the space, minus 1."""
+        return self.step_time_s / self.finalists[0].batches / self.bound_s - 1.0
 
     @property
     def plan_gap(self) -> float:
         """Step time over the bound of the plan's own sizes, minus 1: filling, sums, unevenness."""
-        return self.step_time_s / self.plan_bound_s - 1.0
+        return self.step_time_s / self.finalists[0].batches / self.plan_bound_s - 1.0
 
     def __repr__(self) -> str:
         """One line: plan, step time, effort."""

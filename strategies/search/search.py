@@ -27,6 +27,8 @@ from strategies.search.repaired import Offloaded
 from strategies.search.replicas import search_replicas
 from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult
+from strategies.search.rounds import rounds_of_sites
+from strategies.search.site_results import of_sites, price_of_sites
 from strategies.search.slab import Slab, structure_key
 from strategies.search.store import RunTable
 from strategies.search.verdict import binding_constraint, infeasible, structure_bound
@@ -80,7 +82,7 @@ def search(
     """
     began = time.monotonic()
     choices = choices_of(problem, pins)
-    costs = Costs(problem, in_step=contention)
+    costs = Costs(problem, in_step=contention, even="uneven" in choices.forbid)
     chosen = pools if pools is not None else pools_of(problem.machine, choices.accelerators)
     deadline = began + budget if budget is not None else math.inf
     evaluator = Evaluator(
@@ -96,8 +98,14 @@ def search(
         offloaded, problem, chosen, choices, effort=evaluator.effort, deadline=deadline,
         contention=contention, progress=progress,
     )  # fmt: skip
+    by_sites = partial(_by_sites, evaluator, chosen, contention)
     if not contenders:
-        found = _rescued(evaluator, chosen, away, began, budget, incumbent)
+        try:
+            found = _rescued(evaluator, chosen, away, began, budget, incumbent)
+        except InfeasibleError as error:
+            found = by_sites(None, error)
+        else:
+            found = by_sites(found)
     else:
         played, complete = play(
             problem,
@@ -114,8 +122,37 @@ def search(
         found = _result(evaluator, mixed, played, slab, contention)
         if choices.offload == "yes" and incumbent is None and not evaluator.stopped:
             found = competing(found, away(best=found.finalists[0].score))
+        found = by_sites(found)
     _check_limit(problem, found.finalists[0])
     return msgspec.structs.replace(found, wall_s=time.monotonic() - began)
+
+
+def _by_sites(
+    evaluator: Evaluator,
+    pools: tuple[Pool, ...],
+    contention: bool,
+    found: SearchResult | None,
+    error: InfeasibleError | None = None,
+) -> SearchResult:
+    """The better of what was found, nothing with an error, and of sites that step by themselves."""
+    problem = evaluator.costs.problem
+    best, price = math.inf, 1.0
+    if found is not None:
+        chips = [p.accelerator for p in pools for _ in p.chips]
+        price = price_of_sites(problem, chips)
+        best = found.finalists[0].score / price if price > 0 else math.inf
+    state = rounds_of_sites(
+        problem,
+        pools,
+        evaluator.choices,
+        best=best,
+        contention=contention,
+        late=lambda: evaluator.late(found=found is not None),
+        progress=evaluator.progress,
+    )
+    if found is None and not state.found:
+        raise error or InfeasibleError("no plan fits", "memory")
+    return of_sites(problem, state, found)
 
 
 def _rescued(
@@ -242,10 +279,10 @@ def _contenders(
 
 
 def _check_limit(problem: Problem, best: Finalist) -> None:
-    limit = problem.job.limits.max_step_time_s
-    if limit and best.step_time_s > limit:
+    limit, took = problem.job.limits.max_step_time_s, best.step_time_s / best.batches
+    if limit and took > limit:
         raise InfeasibleError(
-            f"the fastest plan ({best.plan.name}) takes {best.step_time_s:.4g} s a step, "
-            f"{best.step_time_s - limit:.4g} s more than the job allows",
+            f"the fastest plan ({best.plan.name}) takes {took:.4g} s a step, "
+            f"{took - limit:.4g} s more than the job allows",
             f"limits.max_step_time of {limit:.4g} s",
         )

@@ -8,10 +8,14 @@ Layers that are not equal are cut by dynamic programming (strategies.pipeline.pa
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["compositions", "moves", "split_min_max"]
+__all__ = ["compositions", "moves", "share_out", "split_min_max"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -118,3 +122,26 @@ def moves(layers: Ints, most: Ints) -> Ints:
     found[rows, giver] -= 1
     found[rows, taker] += 1
     return found
+
+
+def share_out(speeds: Sequence[float], dps: Sequence[int], total: int) -> list[tuple[int, ...]]:
+    """Microbatches per replica of unlike pools: near their speeds, adding up exactly.
+
+    Args:
+        speeds: of a replica of each pool. dps: replicas. total: microbatches of all together.
+
+    Returns:
+        Sharings, the one first under which the slowest pool is fastest.
+
+    >>> share_out([3.0, 1.0], [2, 2], 16)[0]
+    (6, 2)
+    """
+    whole = sum(d * s for d, s in zip(dps, speeds, strict=True))
+    ideal = [total * s / whole for s in speeds]
+    near = [sorted({max(1, math.floor(x) + k) for k in (-1, 0, 1, 2)}) for x in ideal[:-1]]
+    found = []
+    for head in itertools.product(*near):
+        left = total - sum(d * m for d, m in zip(dps, head, strict=False))
+        if left > 0 and left % dps[-1] == 0:
+            found.append((*head, left // dps[-1]))
+    return sorted(found, key=lambda m: max(x / s for x, s in zip(m, speeds, strict=True)))

@@ -1,0 +1,238 @@
+"""Plans of sites that step by themselves, searched: ``strategies.search.sites`` says which.
+
+Structures are looked into in the order of their bounds. For each way in which its sites hold it,
+microbatches are shared out by the sites' paces. The best are simulated whole, under every way to
+exchange that local SGD offers. Of those the mildest is taken that is nearly as fast as any:
+convergence is not simulated, so exchanges used in time, fewer local steps and full precision come
+before the last ``MILD`` of speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sim.engine.simulate import Run, simulate
+from sim.errors import InputError
+from sim.plan.draft import PlanDraft
+from sim.plan.lower import lower
+from sim.plan.plan import Plan
+from sim.problem import Problem
+from sim.report.report import report_of
+from strategies.data.local_sgd import LOCAL_SGD, LocalKnobs
+from strategies.search.board import Progress
+from strategies.search.options import Choices
+from strategies.search.pools import Pool
+from strategies.search.site_ways import SiteWay, SiteWays
+from strategies.search.sites import (
+    SiteStructure,
+    name_of_sites,
+    site_pools,
+    site_structures,
+    why_no_sites,
+)
+
+__all__ = ["MILD", "Rounds", "SitePlan", "rounds_of_sites"]
+
+MILD = 1.02
+"""A milder way to exchange may be slower than the fastest by this factor."""
+MOST = 24
+"""Most structures that are looked into, those with the least bound first."""
+PLAYED = 2
+"""Plans that are simulated whole."""
+ROUNDS = 4
+"""Rounds simulated."""
+
+
+class SitePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of this family.
+
+    Args:
+        structure, way, shares: whose. knobs: how sites exchange. draft: complete.
+        plan, run: lowered, and a few rounds of it. batch_s: [s] per global batch.
+    """
+
+    structure: SiteStructure
+    way: SiteWay
+    shares: tuple[int, ...]
+    knobs: LocalKnobs
+    draft: PlanDraft
+    plan: Plan
+    run: Run
+    batch_s: float
+
+    @property
+    def batches(self) -> int:
+        """Global batches in a step of the plan."""
+        return self.knobs.inner // self.knobs.fragments
+
+
+class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    structure: SiteStructure
+    way: SiteWay
+    shares: tuple[int, ...]
+    step_s: float
+
+
+class Rounds(msgspec.Struct, kw_only=True):
+    """What the search came to; filled while it runs.
+
+    Attributes:
+        found: plans, best first. space: structures. tried, cut: looked into, and cut by bounds.
+        refused: why structures could not be planned -> how many. why_not: why none were looked at.
+        stopped: before its end.
+    """
+
+    found: list[SitePlan] = []
+    space: int = 0
+    tried: int = 0
+    cut: int = 0
+    refused: Counter[str] = msgspec.field(default_factory=Counter)
+    why_not: str = ""
+    stopped: bool = False
+
+
+def rounds_of_sites(
+    problem: Problem,
+    pools: Sequence[Pool],
+    choices: Choices,
+    *,
+    best: float = math.inf,
+    contention: bool = True,
+    late: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> Rounds:
+    """Search plans whose sites step by themselves; Ctrl-C keeps what is found.
+
+    Args:
+        problem, pools, choices: as of the search. best: [s] per batch that plans must beat.
+        contention: transfers share links. late: True when nothing new may be started.
+        progress: called with ("sites", i, of how many).
+    """
+    state = Rounds(why_not=why_no_sites(problem, pools, choices))
+    if state.why_not or "local_sgd" in choices.forbid:
+        return state
+    even, ways = "uneven" in choices.forbid, SiteWays(problem, choices, contention)
+    known: list[_Candidate] = []
+    try:
+        every = site_structures(problem, site_pools(problem, pools), choices, even=even)
+        state.space = len(every)
+        for i, structure in enumerate(every[:MOST]):
+            if structure.bound_s >= min([best, *(c.step_s for c in known[PLAYED - 1 : PLAYED])]):
+                state.cut = len(every) - i
+                break
+            if late():
+                state.stopped = True
+                break
+            if progress is not None:
+                progress("sites", i + 1, min(len(every), MOST))
+            known += [c for c in _candidates(ways, structure, even) if c.step_s < best]
+            known.sort(key=lambda c: c.step_s)
+            state.tried += 1
+        for candidate in known[:PLAYED]:
+            if late():
+                state.stopped = True
+                break
+            played = _played(problem, ways, candidate, contention)
+            state.found += [played] if played else []
+    except KeyboardInterrupt:
+        state.stopped = True
+    state.found.sort(key=lambda p: p.batch_s)
+    state.refused = ways.refused
+    return state
+
+
+def _candidates(ways: SiteWays, structure: SiteStructure, even: bool) -> list[_Candidate]:
+    """A structure in every way that fits, under the shares that suit it best."""
+    found = []
+    dps = [s.dp for s in structure.slabs]
+    total = sum(d * m for d, m in zip(dps, structure.shares[0], strict=True))
+    for way in ways.of(structure):
+        shares = structure.shares[0] if even else _best_shares(way, dps, total)
+        found.append(
+            _Candidate(structure=structure, way=way, shares=shares, step_s=way.step_s(shares))
+        )
+    return found
+
+
+def _best_shares(way: SiteWay, dps: Sequence[int], total: int) -> tuple[int, ...]:
+    """Microbatches per replica under which the slowest site is fastest: all are looked at."""
+    heads = itertools.product(*(range(1, total // d + 1) for d in dps[:-1]))
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for head in heads:
+        left = total - sum(d * m for d, m in zip(dps, head, strict=False))
+        if left > 0 and left % dps[-1] == 0:
+            shares = (*head, left // dps[-1])
+            best = min(best, (way.step_s(shares), shares))
+    return best[1]
+
+
+def _played(
+    problem: Problem, ways: SiteWays, candidate: _Candidate, contention: bool
+) -> SitePlan | None:
+    """Simulate a candidate under the mildest way to exchange that is nearly as fast as any.
+
+    What an exchange takes comes from rounds of one step; how fast each way is, from that.
+    """
+    start = _with_shares(candidate)
+    offered = [k for k in LOCAL_SGD.space(problem, start).values if k.inner]
+    step_s, takes = candidate.step_s, {}
+    for bits in {k.bits for k in offered}:
+        alone = LocalKnobs(inner=1, bits=bits)
+        found = _simulated(problem, ways, candidate, alone, contention)
+        takes[bits] = found.batch_s - step_s if found else math.inf
+    paces = [
+        max(step_s, takes[k.bits] / k.inner) if k.overlap else step_s + takes[k.bits] / k.inner
+        for k in offered
+    ]
+    near = [k for k, t in zip(offered, paces, strict=True) if t <= MILD * min(paces)]
+    for knobs in sorted(near, key=lambda k: (k.overlap, k.inner, -k.bits)):
+        found = _simulated(problem, ways, candidate, knobs, contention)
+        if found:
+            return found
+    return None
+
+
+def _with_shares(candidate: _Candidate) -> PlanDraft:
+    counts = tuple(
+        m
+        for slab, m in zip(candidate.structure.slabs, candidate.shares, strict=True)
+        for _ in range(slab.dp)
+    )
+    start = candidate.way.start
+    name = name_of_sites(candidate.structure, candidate.shares)
+    data = msgspec.structs.replace(start.data, microbatches=counts)
+    return msgspec.structs.replace(start, data=data, name=name)
+
+
+def _simulated(
+    problem: Problem,
+    ways: SiteWays,
+    candidate: _Candidate,
+    knobs: LocalKnobs,
+    contention: bool,
+) -> SitePlan | None:
+    """A candidate exchanged in one way, None where that cannot be planned."""
+    try:
+        draft = ways.full(_with_shares(candidate), candidate.way.hosts, knobs)
+        plan = lower(problem, draft)
+    except InputError as error:
+        ways.refused[error.message] += 1
+        return None
+    run = simulate(plan, problem, steps=ROUNDS, contention=contention)
+    seconds = report_of(run, problem).metrics.step_time_s
+    return SitePlan(
+        structure=candidate.structure,
+        way=candidate.way,
+        shares=candidate.shares,
+        knobs=knobs,
+        draft=draft,
+        plan=plan,
+        run=run,
+        # The pace of a few rounds may still be shorter than the steady one.
+        batch_s=max(seconds / (knobs.inner // knobs.fragments), candidate.step_s),
+    )
