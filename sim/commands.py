@@ -76,7 +76,7 @@ def _simulate(
         int | None,
         typer.Option(
             min=1,
-            help="Number of steps; by default 1, 8 where they overlap or differ, more behind servers.",
+            help="Number of steps; by default 1, 8 if they overlap or differ, more behind servers.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the plan's generated tables.")] = 0,

@@ -41,6 +41,9 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
         overlap: transfers pass behind the layer before; else the layer waits for them.
         fresh: a step waits for a search on its own counts (blocking only); else it uses the one of
             the step before.
+        alpha: of "pro-prophet": a layer is balanced where its fullest device has less than alpha
+            mean loads more than its emptiest (eq. 7). The released code has 3, where little is ever
+            lent on few devices; the paper names none.
         search_s: [s] that a search takes. The default is what LAER-MoE's planner takes for 64
             devices (0.49 to 1.75 ms, from the figures of its artifact), a stand-in for ours.
         popularity: of the experts, for routing that is drawn from the run's seed. The default is a
@@ -53,6 +56,7 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     overlap: bool = True
     fresh: bool = False
+    alpha: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     search_s: Annotated[float, msgspec.Meta(ge=0)] = 5e-4
     popularity: Popularity = Popularity(sigma=0.6, step=0.1, concentration=100.0)
     trace: str = ""
@@ -175,9 +179,10 @@ def _lent(problem: Problem, draft: PlanDraft, knobs: BalancedKnobs, costs: dict[
     return Table(
         origin="controller",
         controller="lend-experts",
-        inputs=(ROUTING, f"{ROUTING}@1", f"{LENT}@1"),
+        inputs=(ROUTING, f"{LENT}@1"),
         parameters={
             "balancer": knobs.balancer,
+            "options": _options(knobs),
             "budget": knobs.slots,
             "period": knobs.period,
             "fresh": knobs.fresh,
@@ -186,6 +191,16 @@ def _lent(problem: Problem, draft: PlanDraft, knobs: BalancedKnobs, costs: dict[
             **costs,
         },
     )
+
+
+def _options(knobs: BalancedKnobs) -> dict[str, Any]:
+    """Keywords of the balancers that know of schedules, and of a balance that is good enough."""
+    found: dict[str, Any] = {}
+    if knobs.balancer in ("pro-prophet", "spread"):
+        found["scheduled"] = knobs.overlap
+    if knobs.balancer == "pro-prophet":
+        found["alpha"] = knobs.alpha
+    return found
 
 
 def _routing(

@@ -27,6 +27,7 @@ def lend_experts(
     read: Mapping[str, Row],
     *,
     balancer: str,
+    options: Mapping[str, Any],
     budget: int,
     period: int,
     fresh: bool,
@@ -37,14 +38,15 @@ def lend_experts(
 ) -> Row:
     """Say where a step's tokens go, and which experts are lent for it.
 
-    The lending of a step comes from the counts of the step before (with ``fresh`` its own), its
-    tokens from its own counts. The first step lends nothing. Every microbatch routes as the whole
+    A search on a step's counts makes the lending of the next step (with ``fresh`` its own); until
+    the next search it stays. The first step lends nothing. Every microbatch routes as the whole
     step does.
 
     Args:
-        read: "routing" and "routing@1", layer -> counts (E, S); "lent@1", the row before.
-        balancer: see strategies.expert.balancers. budget: copies that a device has room for.
-        period: steps from one search to the next. fresh: search before the transfers of a step.
+        read: "routing", layer -> counts (E, S); "lent@1", the row before.
+        balancer: see strategies.expert.balancers. options: its keywords.
+        budget: copies that a device has room for. period: steps from one search to the next.
+        fresh: search before the transfers of a step.
         tokens: routed copies per source and microbatch. state_bytes: [B] that an expert takes along
             when its home changes, besides parameters.
         costs: see strategies.expert.layer_cost.costs_to_plain. layers: layer -> which of them.
@@ -52,38 +54,35 @@ def lend_experts(
     Returns:
         "searched" 1 or 0. Of every layer "load" and "load_b", each device's forward and backward
         over that of even tokens (D,); "dispatch", "combine" and their second halves ".1" [B],
-        "move" and "reduce" [B], each (D, D), with their parts ".0" and ".1"; the lending.
+        "move" and "reduce" [B], each (D, D), with their parts ".0" and ".1"; "tokens" of each
+        device (D,); and the lending that the search made.
     """
-    before = read["lent@1"]
+    from strategies.expert.balancers import get_balancer
+
+    before, search = read["lent@1"], get_balancer(balancer)
     turn = (int(before["turn"]) + 1) % period if before else 0
     row: Row = {"turn": turn, "searched": float(turn == 0)}
-    due = turn == 0 if fresh else bool(before) and before["searched"] > 0
-    source = read["routing" if fresh else "routing@1"]
     known = [costs_from_plain(dict(plain)) for plain in costs]
     for layer, number in layers.items():
         counts, at = np.asarray(read["routing"][layer], np.int64), known[number]
         last = _lending(before, layer) if before else static(*counts.shape)
-        lending = last
-        if due:
-            lending = _balanced(balancer, np.asarray(source[layer], np.int64), at, budget)
-        found = _amounts(counts, lending, at, tokens)
-        changed = rehomed(last, lending).astype(np.float64) * (at.param_bytes + state_bytes)
-        found |= _copies(lending, at, changed)
+        plan = last if turn else search(counts, at, budget, **options)
+        homes = rehomed(last, plan)
+        if not fresh:
+            homes = np.asarray(before[f"{layer}.homes"] if before else np.zeros_like(homes))
+        used = plan if fresh else last
+        found = _amounts(counts, used, at, tokens)
+        found |= _copies(used, at, homes.astype(np.float64) * (at.param_bytes + state_bytes))
         found |= {
-            "hosts": lending.hosts.astype(int),
-            "home": lending.home,
-            "split": SPLITS.index(lending.split),
-            "slack": lending.slack,
+            "hosts": plan.hosts.astype(int),
+            "home": plan.home,
+            "split": SPLITS.index(plan.split),
+            "slack": plan.slack,
+            "homes": rehomed(last, plan),
         }
         for key, value in found.items():
             row[f"{layer}.{key}"] = value.tolist() if isinstance(value, np.ndarray) else value
     return row
-
-
-def _balanced(name: str, counts: NDArray[np.int64], costs: LayerCosts, budget: int) -> Lending:
-    from strategies.expert.balancers import get_balancer
-
-    return get_balancer(name)(counts, costs, budget)
 
 
 def _lending(row: Row, layer: str) -> Lending:
