@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sim.cost.compute import ELEMENTWISE_BACKWARD, compute_dtype, gemm_efficiency
+from sim.cost.compute import ELEMENTWISE_BACKWARD, compute_dtype, gemm_efficiency, routed_part
 from sim.errors import InputError
 from sim.hardware.machine import Accelerator
 from sim.model.amounts import dtype_bytes
-from sim.model.graph import Block, Gemm
+from sim.model.graph import Block
 
 __all__ = ["ExpertTimes", "PerToken", "Products", "expert_s", "products"]
 
@@ -81,8 +81,7 @@ def products(
 ) -> Products:
     """Return what one expert of a block costs on each device.
 
-    The same arithmetic as ``sim.cost.compute.block_time`` of the routed part of a block: its
-    products and what lies between them.
+    The same arithmetic as ``sim.cost.compute.block_time`` of a block's ``routed_part``.
 
     Args:
         block: with routed experts. accelerators: of each device, (D,). dtype: of the products.
@@ -91,15 +90,15 @@ def products(
     Raises:
         InputError: a block without routed products, or an accelerator without the dtype.
     """
-    routed = [g for g in block.gemms if g.routed]
-    if not routed:
+    part = routed_part(block)
+    if not part.gemms:
         raise InputError(
             f"{block.name} has no routed experts",
             key="block",
             found=block.kind,
             expected="a block whose products go through a router",
         )
-    lines = np.array([_lines(routed, chip, dtype, tp) for chip in accelerators])
+    lines = np.array([_lines(part, chip, dtype, tp) for chip in accelerators])
     forward, inputs, weights = np.moveaxis(lines, 0, -1)
     start = np.array([a.kernel_overhead_s for a in accelerators])
     return Products(
@@ -110,7 +109,7 @@ def products(
     )
 
 
-def _lines(routed: list[Gemm], chip: Accelerator, dtype: str, tp: int) -> Floats:
+def _lines(part: Block, chip: Accelerator, dtype: str, tp: int) -> Floats:
     """Lines of the forward pass and the two gradients on one chip, shape (3, P + 1, 4).
 
     The last line of a pass is what lies between the products: elements that cross the memory.
@@ -120,7 +119,7 @@ def _lines(routed: list[Gemm], chip: Accelerator, dtype: str, tp: int) -> Floats
     peak = chip.peak_flops_per_s[own]
     memory = chip.memory_bytes_per_s * chip.memory_efficiency
     forward, weights = [], []
-    for g in routed:
+    for g in part.gemms:
         n = g.n / tp if g.split == "column" else float(g.n)
         k = g.k / tp if g.split == "row" else float(g.k)
         slope = g.count * 2.0 * n * k / (peak * gemm_efficiency(chip, math.inf, n, k))
@@ -129,8 +128,7 @@ def _lines(routed: list[Gemm], chip: Accelerator, dtype: str, tp: int) -> Floats
         forward.append((*compute, g.count * k * n * size / memory, moved))
         weights.append((*compute, g.count * k * n * _SUM_BYTES / memory, moved))
     stored = 2 if own == "fp8" else size
-    width = sum(g.count * (g.k if g.split == "row" else g.n) for g in routed) / tp
-    between = width * stored / memory
+    between = part.elementwise / part.top_k / tp * stored / memory
     return np.array(
         [
             [*forward, (0.0, 0.0, 0.0, between)],

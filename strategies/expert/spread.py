@@ -8,6 +8,8 @@ lending under the exact costs: on the counts that it plans from, it is never wor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,10 @@ from strategies.expert.spread_state import Trials, Varied
 
 __all__ = ["spread"]
 
-_FAILURES = 4
+_FAILURES = 2
 """Rounds without a better layer after which the search ends."""
+_WORTH = 5e-3
+"""Gain, relatively, that makes a round one that helped."""
 _SAME = 2e-3
 """Candidates this close, relatively, are equal; then the fewest copies win."""
 _LOOSE = 1e3
@@ -43,8 +47,10 @@ def spread(
     Greedy: the hottest expert of the fullest device gets the best of a few sets of hosts (the
     emptiest devices, the emptiest of each node, everybody); rounds that do not help are allowed for
     a while, since several experts may have to leave before the layer is faster, and then the expert
-    that the fullest receiver waits for is taken. Where Pro-Prophet's plan is better than the
-    result, the search starts again from there. Ties go to the lower index.
+    that the fullest receiver waits for is taken. Meanwhile tokens stay near their sources. Where
+    Pro-Prophet's plan is better than the result, the search starts again from there; where that is
+    so or computing takes most of the time, a search that levels the devices is made too. Ties go
+    to the lower index.
 
     Args:
         counts: tokens of each expert from each source, shape (E, S).
@@ -53,27 +59,39 @@ def spread(
             making a plan costs, and competes with what the search finds.
         scheduled: cost of eq. 8, with hidden copies and sums; else of eq. 6.
     """
-    best, best_s = static(*counts.shape), float("inf")
+    plain = static(*counts.shape)
+    found: list[_Priced] = []
     if previous is not None and copies(previous).max() <= budget:
-        best, best_s = previous, _predicted_s(counts, costs, previous, scheduled)
-        if best_s - least_s(costs, counts) <= costs.plan_s:
+        found.append(_priced(counts, costs, previous, scheduled))
+        if found[0].seconds - least_s(costs, counts) <= costs.plan_s:
             return previous
-    theirs, theirs_s = planned(counts, costs, budget, 0.0, 0, scheduled)
-    found = [(theirs, theirs_s), (best, best_s)]
-    for near in (True, False):
-        found.append(_searched(counts, costs, budget, static(*counts.shape), scheduled, near))
-    if theirs_s < min(found[2][1], found[3][1]):
-        found.append(_searched(counts, costs, budget, theirs, scheduled, True))
-    return min(found, key=lambda each: each[1])[0]
+    theirs = _Priced(*planned(counts, costs, budget, 0.0, 0, scheduled), 0.0)
+    near = _searched(counts, costs, budget, plain, scheduled, True)
+    found += [theirs, near]
+    if theirs.seconds < near.seconds and copies(theirs.lending).any():
+        found.append(_searched(counts, costs, budget, theirs.lending, scheduled, True))
+    if theirs.seconds < near.seconds or near.compute_s > 0.5 * near.seconds:
+        found.append(_searched(counts, costs, budget, plain, scheduled, False))
+    return min(found, key=lambda each: each.seconds).lending
 
 
-def _predicted_s(counts: Ints, costs: LayerCosts, lending: Lending, scheduled: bool) -> float:
-    return predicted_of(costs, layer_times(costs, counts, lending), scheduled)
+class _Priced(NamedTuple):
+    """A lending, the layer's predicted time [s], and how much of it the experts compute [s]."""
+
+    lending: Lending
+    seconds: float
+    compute_s: float
+
+
+def _priced(counts: Ints, costs: LayerCosts, lending: Lending, scheduled: bool) -> _Priced:
+    times = layer_times(costs, counts, lending)
+    return _Priced(lending, predicted_of(costs, times, scheduled), times.fec + times.bec)
 
 
 def _searched(
     counts: Ints, costs: LayerCosts, budget: int, start: Lending, scheduled: bool, near: bool
-) -> tuple[Lending, float]:
+) -> _Priced:
+    """Search from a lending, spreading tokens near their sources or levelling devices."""
     layer = Varied(counts, costs, start.home, scheduled, near)
     for expert in np.flatnonzero(start.hosts.sum(axis=1) > 1).tolist():
         trials = layer.tried(expert, start.hosts[expert : expert + 1])
@@ -87,7 +105,7 @@ def _searched(
         tried[expert] += 1
         trials = layer.tried(expert, _rows(layer, expert, budget))
         layer.take(expert, trials, _choice(trials))
-        if layer.seconds < best_s * (1.0 - 1e-9):
+        if layer.seconds < best_s * (1.0 - _WORTH):
             best, best_s, failures = layer.hosts.copy(), layer.seconds, 0
         else:
             failures += 1
@@ -95,8 +113,8 @@ def _searched(
         msgspec.structs.replace(start, hosts=best, split="balanced", slack=slack)
         for slack in ((0.0, _LOOSE) if near else (0.0,))
     ]
-    times = [_predicted_s(counts, costs, lending, scheduled) for lending in found]
-    return found[int(np.argmin(times))], min(times)
+    priced = [_priced(counts, costs, lending, scheduled) for lending in found]
+    return min(priced, key=lambda each: each.seconds)
 
 
 def _target(layer: Varied, tried: Ints, failures: int) -> int:

@@ -15,6 +15,7 @@ from sim.hardware.route import curve_factor
 from strategies.expert.expert_cost import Products, expert_s
 from strategies.expert.layer_cost import LayerCosts, nodes_of
 from strategies.expert.link_cost import Links, MeanBandwidth, exchange_s, link_loads
+from strategies.expert.spreading import node_rows
 
 __all__ = ["Trials", "Varied"]
 
@@ -66,6 +67,10 @@ class Varied:
         self.node = np.unique(node, return_inverse=True)[1]
         self.inside = (self.node[:, None] == np.arange(self.node.max() + 1)).astype(np.float64)
         self.near = self.node[:, None] == self.node[None, :]
+        self.rows = node_rows(self.node)
+        row, column = np.nonzero(self.rows >= 0)
+        self.place = np.zeros((2, size), np.int64)
+        self.place[:, self.rows[row, column]] = row, column
         self.experts = costs.experts
         if isinstance(costs.experts, Products):
             none = np.zeros(size)
@@ -155,12 +160,14 @@ class Varied:
         """Own tokens stay; a node's others are poured over its hosts; the rest over all hosts."""
         share = np.where(rows, counts, 0.0)
         left = (counts - share) @ self.inside
-        for g in range(left.shape[1]):
-            mine = np.flatnonzero(self.inside[:, g])
-            level = np.where(rows[:, mine], rest[mine] + share[:, mine], np.inf)
-            some = rows[:, mine].any(axis=1)
-            share[:, mine] += _poured(np.where(some, left[:, g], 0.0), level)
-            left[some, g] = 0.0
+        if self.rows.shape[1] > 1:
+            level = np.where(rows, rest + share, np.inf)
+            level = np.concatenate([level, np.full((len(rows), 1), np.inf)], axis=1)[:, self.rows]
+            some = np.isfinite(level).any(axis=2)
+            need = np.where(some, left, 0.0)
+            more = _poured(need.ravel(), level.reshape(-1, level.shape[2])).reshape(level.shape)
+            share += more[:, self.place[0], self.place[1]]
+            left -= need
         return share + _poured(left.sum(axis=1), np.where(rows, rest + share, np.inf))
 
     def _matched(self, counts: Floats, share: Floats) -> Floats:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["balanced", "even", "local", "lowest_level"]
+__all__ = ["balanced", "even", "local", "lowest_level", "node_rows"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -67,9 +67,9 @@ def balanced(counts: Ints, hosts: Bools, rest: Ints, nodes: Ints, slack: float) 
         nodes: node of each device, shape (D,). slack: see above.
     """
     total = int(counts.sum() + rest.sum())
-    level = max(
-        lowest_level(counts.sum(axis=1), hosts, rest), int((1.0 + slack) * total / rest.size)
-    )
+    level = int((1.0 + slack) * total / rest.size)
+    if level < total:
+        level = max(level, lowest_level(counts.sum(axis=1), hosts, rest))
     order = _few_hosts_first(counts.sum(axis=1), hosts)
     own = np.where(hosts, counts, 0)[order]
     before = np.cumsum(own, axis=0) - own
@@ -77,7 +77,7 @@ def balanced(counts: Ints, hosts: Bools, rest: Ints, nodes: Ints, slack: float) 
     placed[order] = np.clip(level - rest - before, 0, own)
     load = rest + placed.sum(axis=0)
     left = counts - placed
-    by_node, everywhere = _rows(nodes), np.arange(rest.size)[None, :]
+    by_node, everywhere = node_rows(nodes), np.arange(rest.size)[None, :]
     rows = (by_node, everywhere) if 1 < len(by_node) < rest.size else (everywhere,)
     for part in rows:
         for e in order:
@@ -132,8 +132,8 @@ def _few_hosts_first(amounts: Ints, hosts: Bools) -> Ints:
     return np.lexsort((-amounts, hosts.sum(axis=1)))
 
 
-def _rows(nodes: Ints) -> Ints:
-    """Devices of each node, a row each, padded with -1."""
+def node_rows(nodes: Ints) -> Ints:
+    """Return the devices of each node, a row each, padded with -1."""
     names, member = np.unique(nodes, return_inverse=True)
     sizes = np.bincount(member)
     rows = np.full((names.size, int(sizes.max())), -1, np.int64)
