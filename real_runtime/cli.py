@@ -46,6 +46,7 @@ def _run(
     deadline: opt.Deadline = 120.0,
     trace: opt.Trace = None,
     tensorboard: opt.TensorBoard = False,
+    pin_cores: opt.PinCores = None,
     launcher: opt.Launcher = "",
     hosts: opt.Hosts = "",
     port: opt.Port = 29500,
@@ -76,7 +77,7 @@ def _run(
         steps=steps, dtype=_dtype(dtype, problem.job.dtype), seed=seed, deadline=deadline,
         threads=_threads(plan), weights=str(Path(weights).absolute()) if weights else "",
         save=save, checkpoint_every=checkpoint_every, keep=keep, preflight=not no_preflight,
-        tensorboard=tensorboard, recipe=recipe,
+        tensorboard=tensorboard, recipe=recipe, cores=_cores(plan, pin_cores),
     )  # fmt: skip
     _check_data(data, problem, seed)
     check_folder(out, "--out")
@@ -126,6 +127,12 @@ def _threads(plan: Plan) -> int:
     from real_runtime.launch import threads_per_rank
 
     return threads_per_rank(plan.placement.num_ranks)
+
+
+def _cores(plan: Plan, asked: bool | None) -> tuple[tuple[int, ...], ...]:
+    from real_runtime.cores import cores_of
+
+    return cores_of(plan.placement.num_ranks, asked)
 
 
 def _check_data(data: Path, problem: Problem, seed: int) -> None:

@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
+from real_runtime.cores import usable_cores
 from real_runtime.errors import RunError
 from real_runtime.run_log import SAY, SCALARS
 from real_runtime.settings import RunSettings
@@ -51,8 +54,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def threads_per_rank(ranks: int) -> int:
     """Processor cores per rank, at least 1."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((usable or 1) // ranks, 1)
+    return max((len(usable_cores()) or os.cpu_count() or 1) // ranks, 1)
 
 
 def prepare(settings: RunSettings, again: bool = False) -> Path:
@@ -90,9 +92,18 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         show: takes rank 0's progress lines.
 
     Raises:
-        RunError: a rank failed, died or waited too long. StoppedError: interrupted.
+        RunError: a rank failed, died or waited too long.
+        StoppedError: Ctrl-C or SIGTERM; no process of the run is left.
         HetlabError: what a rank raised, with its exit code.
     """
+    with _ended_by_signals(folder):
+        _watch(ranks, folder, threads, show)
+    for name in ("errors", "pids"):
+        shutil.rmtree(folder / name)
+
+
+def _watch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) -> None:
+    """Start torchrun, pass on what it says, and leave none of its processes behind."""
     child = subprocess.Popen(
         command_line(ranks, folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env=environment(threads), start_new_session=True,
@@ -113,16 +124,48 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
                     log.write(line)
                     said.append(line)
         code = child.wait()
-    except KeyboardInterrupt:
-        raise StoppedError("interrupted; what was logged so far is in " + str(folder)) from None
     finally:
+        _heed(signal.SIG_IGN)  # a second signal must not leave ranks behind
         if timer is not None:
             timer.cancel()
         _end(child, folder)
     if code:
         raise _failure(folder, "".join(said))
-    for name in ("errors", "pids"):
-        shutil.rmtree(folder / name)
+
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _ended_by_signals(folder: Path) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM raise StoppedError, with the exit code that shells give."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        name = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+        error = StoppedError(f"{name}; all ranks are stopped, and what was logged is in {folder}")
+        error.exit_code = 128 + number
+        raise error
+
+    before = {s: signal.getsignal(s) for s in _STOPS}
+    _heed(stop)
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:  # as a shell starts what runs in its background
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _heed(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Handle the signals that end a run; where another thread launches it, they are not its own."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPS:
+            signal.signal(number, handler)
 
 
 def _end(child: subprocess.Popen[str], folder: Path) -> None:

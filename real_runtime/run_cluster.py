@@ -110,7 +110,7 @@ def start_cluster(
     if options.launcher == "torchrun" and len(nodes) == 1 and not options.hosts:
         return False
     # Cores of other nodes are not known here; torchrun takes one thread unless env says more.
-    settings = msgspec.structs.replace(settings, threads=0)
+    settings = msgspec.structs.replace(settings, threads=0, cores=())
     folder = Path(settings.out)
     hosts = hosts_of(options.hosts, len(problem.machine.nodes))
     launch = commands_of(nodes, folder, hosts, options.port)

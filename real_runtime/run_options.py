@@ -48,6 +48,14 @@ Restarts = Annotated[
 Deadline = Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for others.")]
 
 # Where it runs.
+PinCores = Annotated[
+    bool | None,
+    typer.Option(
+        "--pin-cores/--no-pin-cores",
+        help="Keep each rank on cores of its own where it computes on the processor. Left out: "
+        "where there are as many cores as ranks.",
+    ),
+]
 Launcher = Annotated[
     str,
     typer.Option(

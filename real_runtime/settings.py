@@ -41,6 +41,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         plan, data: files. out: folder of the run. steps: to train, counted from 0.
         dtype: of products and activations. seed: of weights and of the order of the data.
         deadline: [s] that a rank waits for others before it fails. threads: per rank, 0 for all.
+        cores: that each rank is kept on where it computes on the processor, () for any.
         weights: folder of safetensors to begin with, "" for fresh weights.
         save: write the trained weights. kept_spans: [steps] at the end whose spans are kept.
         checkpoint_every: [steps] between checkpoints, 0 for none. keep: how many stay.
@@ -59,6 +60,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
     deadline: float = 120.0
     threads: int = 0
+    cores: tuple[tuple[int, ...], ...] = ()
     weights: str = ""
     save: bool = False
     kept_spans: int = 50

@@ -51,6 +51,8 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "ranks": start["ranks"],
         "dtype": start["dtype"],
         "device": start["device"],
+        "threads": start["threads"],
+        "cores": start["cores"],
         "steps": len(done),
         "restarts": restarts,
         "first_loss": done[0]["loss"],
@@ -112,6 +114,15 @@ def _counted(d: dict[str, Any]) -> str:
     return "resident in its process" if d["device"] == "cpu" else "allocated on its device"
 
 
+def _kept(d: dict[str, Any]) -> str:
+    """Threads and cores of the ranks, where they compute on the processor."""
+    if d["device"] != "cpu":
+        return ""
+    threads = f", {d['threads']} {'thread' if d['threads'] == 1 else 'threads'} a rank"
+    cores = (",".join(map(str, mine)) for mine in d["cores"])
+    return f"{threads}, on cores {' | '.join(cores)}" if d["cores"] else threads
+
+
 def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
     """Print a document, and the timeline of the run's last step."""
     from sim.report.text_gantt import text_gantt
@@ -131,7 +142,7 @@ def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
             f"{d['bubble_fraction']:.1%} of compute time is idle; "
             f"simulated {d['simulated_bubble_fraction']:.1%}",
         ),
-        ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}"),
+        ("ran on", f"{d['ranks']} x {d['device']}, {d['dtype']}{_kept(d)}"),
         ("memory", f"{used}, {_counted(d)}"),
         ("written to", f"{d['out']}: events.jsonl, spans.npz"),
     )

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from real_runtime.checkpoint import load
 from real_runtime.checkpoint_save import Saver
+from real_runtime.cores import pin
 from real_runtime.devices import backend_of, local_device, peak_memory
 from real_runtime.errors import RunError
 from real_runtime.executor import Executor
@@ -72,6 +73,9 @@ def run(folder: Path) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = local_device(me.device)
+    pinned = settings.cores if device.type == "cpu" else ()
+    if pinned:
+        pin(pinned[rank])
     plan = load_plan(settings.plan)
     store, notes = _store(rank, size, settings.deadline), tuple[str, ...]()
     if settings.preflight:
@@ -89,7 +93,7 @@ def run(folder: Path) -> None:
         log.write(
             "start", plan_hash=plan.hash, spec_hash=plan.problem_hash, seed=settings.seed,
             version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
-            steps=settings.steps,
+            steps=settings.steps, threads=torch.get_num_threads(), cores=pinned,
         )  # fmt: skip
         for note in notes:
             log.write("note", text=note)
