@@ -178,42 +178,54 @@ def _complete(placed: Ints, missing: Ints, room: Ints, hosts: Bools) -> Ints | N
         placed: tokens of each expert on each device, (m, D). missing: not yet placed, (m,).
         room: tokens that each device still takes, (D,). hosts: (m, D).
     """
-    while (waiting := np.flatnonzero(missing)).size:
-        start = int(waiting[0])
-        experts, devices = {start: -1}, dict[int, int]()  # each with what it was reached from
-        seen = np.zeros(room.size, bool)
-        frontier, target = [start], -1
-        while frontier and target < 0:
-            new = []
-            for e in frontier:
-                fresh = np.flatnonzero(hosts[e] & ~seen)
-                seen[fresh] = True
-                devices.update(dict.fromkeys(fresh.tolist(), e))
-                new += fresh.tolist()
-            if new and room[new].max() > 0:
-                target = new[int(np.argmax(room[new]))]
-            frontier = []
-            for d in new:
-                for e in np.flatnonzero(placed[:, d]).tolist():
-                    if e not in experts:
-                        experts[e] = d
-                        frontier.append(e)
-        if target < 0:
-            return np.array(sorted(experts), np.int64)
-        path = [(devices[target], target)]
-        while experts[path[-1][0]] >= 0:
-            back = experts[path[-1][0]]
-            path.append((devices[back], back))
-        moved = min(int(missing[start]), int(room[target]))
-        for (e, _), (_, d) in pairwise(path):
-            moved = min(moved, int(placed[e, d]))
-        for k, (e, d) in enumerate(path):
-            placed[e, d] += moved
-            if k + 1 < len(path):
-                placed[e, path[k + 1][1]] -= moved
-        room[target] -= moved
-        missing[start] -= moved
+    for start in np.flatnonzero(missing).tolist():
+        while missing[start]:
+            path, reached = _way_out(start, placed, room, hosts)
+            if not path:
+                return reached
+            moved = min(int(missing[start]), int(room[path[0][1]]))
+            for (e, _), (_, d) in pairwise(path):
+                moved = min(moved, int(placed[e, d]))
+            for k, (e, d) in enumerate(path):
+                placed[e, d] += moved
+                if k + 1 < len(path):
+                    placed[e, path[k + 1][1]] -= moved
+            room[path[0][1]] -= moved
+            missing[start] -= moved
     return None
+
+
+def _way_out(
+    start: int, placed: Ints, room: Ints, hosts: Bools
+) -> tuple[list[tuple[int, int]], Ints]:
+    """A shortest augmenting path of an expert, or the experts that share its full devices.
+
+    Returns:
+        (expert, device) from a device with room back to the expert, each expert giving up tokens on
+        the next pair's device; [] where there is none. And the experts reached.
+    """
+    by, at = np.full(room.size, -1), np.full(len(hosts), -1)
+    seen = np.zeros(len(hosts), bool)
+    seen[start] = True
+    frontier = np.array([start])
+    while frontier.size:
+        reach = hosts[frontier]
+        new = np.flatnonzero(reach.any(axis=0) & (by < 0))
+        if not new.size:
+            break
+        by[new] = frontier[reach[:, new].argmax(axis=0)]
+        best = int(new[np.argmax(room[new])])
+        if room[best] > 0:
+            path = [(int(by[best]), best)]
+            while path[-1][0] != start:
+                back = int(at[path[-1][0]])
+                path.append((int(by[back]), back))
+            return path, frontier
+        held = placed[:, new] > 0
+        frontier = np.flatnonzero(held.any(axis=1) & ~seen)
+        at[frontier] = new[held[frontier].argmax(axis=1)]
+        seen[frontier] = True
+    return [], np.flatnonzero(seen)
 
 
 def _routed(counts: Ints, placed: Ints, rows: tuple[Ints, ...]) -> Ints:
