@@ -201,9 +201,11 @@ def traffic(placed: Ints) -> Ints:
 def moved(lending: Lending) -> Ints:
     """Return how many copies of experts each home sends to each host, shape (D, D)."""
     num_devices = lending.hosts.shape[1]
-    sent = (lending.home[:, None] == np.arange(num_devices)).T.astype(np.int64) @ lending.hosts
+    sent = np.zeros((num_devices, num_devices), np.int64)
+    lent = np.flatnonzero(lending.hosts.sum(axis=1) > 1)
+    np.add.at(sent, lending.home[lent], lending.hosts[lent])
     np.fill_diagonal(sent, 0)
-    return np.asarray(sent, np.int64)
+    return sent
 
 
 def rehomed(before: Lending, after: Lending) -> Ints:
