@@ -108,7 +108,7 @@ def _amounts(
     nbytes = placed.sent * (scale * costs.token_bytes)
     out, back = tokens_out(costs.links, nbytes), tokens_back(costs.links, nbytes)
     if isinstance(costs.links, MeanBandwidth):
-        back = (nbytes.T,)
+        back = (out[0].T,)
     empty = np.zeros_like(nbytes)
     return {
         "load": ours[0] / usual[0],

@@ -1,0 +1,279 @@
+"""Experts lent by a strategy: its controller, knobs, traces, what it goes with, and reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sim
+from sim.engine.simulate import simulate
+from sim.errors import InputError, PlanError
+from sim.plan.draft import PlanDraft
+from sim.plan.io import save_plan
+from sim.plan.lower import lower
+from sim.plan.passes import expand
+from sim.plan.plan import Plan
+from sim.plan.program import walk
+from sim.plan.tables import resolve_tables
+from sim.plan.validate import validate
+from sim.problem import Problem, load_problem
+from sim.report.late import late_texts
+from strategies.compose import compose
+from strategies.expert.balanced import BalancedKnobs
+from strategies.expert.controllers import lend_experts
+from strategies.expert.layer_cost import costs_to_plain, released
+from strategies.expert.lending import static
+from strategies.expert.routing import Routing
+from strategies.expert.routing_files import save_routing
+from strategies.expert.routing_synthetic import Popularity
+from tests.unit.lend_cases import MIXTRAL
+
+WIDE = MIXTRAL | {"hidden_size": 2048, "intermediate_size": 7168}
+
+
+@cache
+def problem() -> Problem:
+    """Layers wide enough that lending pays."""
+    job: dict[str, Any] = {"global_batch": 16, "sequence_length": 2048, "dtype": "bf16"}
+    return load_problem("a100x64", WIDE, job | {"limits": {"allow_inexact": True}})
+
+
+def drafted(
+    *more: tuple[str, dict[str, Any]], chips: int = 8, ep: int = 8, stages: int = 1, **knobs: Any
+) -> PlanDraft:
+    choices: list[tuple[str, dict[str, Any]]] = [
+        ("megatron", {"tp": 1, "chips": tuple(range(chips))}),
+        ("1f1b", {"stages": stages}),
+        ("ddp", {"microbatch": 1}),
+        ("partition", {}),
+        ("expert", {"ep": ep}),
+        *more,
+        ("balanced", knobs),
+    ]
+    return compose(problem(), choices)
+
+
+def planned(*more: tuple[str, dict[str, Any]], **how: Any) -> Plan:
+    return lower(problem(), drafted(*more, **how))
+
+
+# -- the controller ----------------------------------------------------------------------------
+
+HOT = [[400, 400], [0, 0], [0, 20], [0, 20]]
+COLD = [[20, 0], [20, 0], [0, 0], [400, 400]]
+
+
+def row(counts: Any, before: dict[str, Any], **how: Any) -> dict[str, Any]:
+    given = {
+        "balancer": "pro-prophet", "options": {"alpha": 0.0}, "budget": 1, "period": 1,
+        "fresh": False, "tokens": 420.0, "state_bytes": 0.0, "layers": {"l0": 0},
+        "costs": [costs_to_plain(released(64, 128, 2))],
+    }  # fmt: skip
+    return lend_experts({"routing": {"l0": counts}, "lent@1": before}, **(given | how))
+
+
+def test_a_search_lends_for_the_next_step() -> None:
+    """Expert 0 overloads device 0; from step 1 on device 1 computes its own tokens of it."""
+    first = row(HOT, {})
+    assert first["searched"] == 1.0
+    assert np.sum(first["l0.move"]) == 0.0
+    assert first["l0.load"] == pytest.approx([800 / 420, 40 / 420])
+    then = row(HOT, first)
+    assert then["l0.load"] == pytest.approx([400 / 420, 440 / 420])
+    costs = released(64, 128, 2)
+    assert then["l0.move"] == [[0.0, costs.param_bytes], [0.0, 0.0]]
+    assert then["l0.reduce"] == [[0.0, 0.0], [costs.gradient_bytes, 0.0]]
+    halves = np.array(then["l0.move.0"]) + np.array(then["l0.move.1"])
+    assert halves == pytest.approx(np.array(then["l0.move"]))
+    # Bytes leave as many tokens as are computed elsewhere, and come back the same way.
+    assert np.array(then["l0.dispatch"]) == pytest.approx(np.array(then["l0.combine"]).T)
+    tokens = np.array(first["l0.dispatch"]) / costs.token_bytes
+    assert tokens[1, 0] == pytest.approx(400) and np.sum(then["l0.dispatch"]) == 0.0
+    # Another step's counts meet what was planned from these.
+    late = row(COLD, first)
+    assert late["l0.load"] == pytest.approx([40 / 420, 800 / 420])
+
+
+def test_between_searches_a_lending_stays() -> None:
+    first = row(HOT, {}, period=3)
+    second = row(COLD, first, period=3)
+    third = row(COLD, second, period=3)
+    fourth = row(COLD, third, period=3)
+    assert [r["searched"] for r in (first, second, third, fourth)] == [1.0, 0.0, 0.0, 1.0]
+    assert second["l0.hosts"] == third["l0.hosts"] == first["l0.hosts"] != fourth["l0.hosts"]
+
+
+def test_a_fresh_search_serves_its_own_step() -> None:
+    assert row(HOT, {}, fresh=True)["l0.load"] == pytest.approx([400 / 420, 440 / 420])
+    late = row(COLD, row(HOT, {}, fresh=True), fresh=True)
+    assert late["l0.load"] == pytest.approx([440 / 420, 400 / 420])
+
+
+def test_an_expert_that_moves_house_takes_its_states_along() -> None:
+    """As a standing placement would: once, with the step that first uses it."""
+    how: dict[str, Any] = {"balancer": "eplb", "options": {}, "budget": 0, "state_bytes": 1e3}
+    both = [[200, 200], [200, 200], [10, 10], [10, 10]]
+    first = row(both, {}, **how)
+    then = row(both, first, **how)
+    changed = np.array(first["l0.homes"])
+    assert changed.sum() == 2 and then["l0.home"] != static(4, 2).home.tolist()
+    each = released(64, 128, 2).param_bytes + 1e3
+    assert np.array(then["l0.move"]) == pytest.approx(changed * each)
+    assert then["l0.load"] == pytest.approx([1.0, 1.0])
+    assert np.sum(row(both, then, **how)["l0.move"]) == 0.0
+
+
+def test_no_tokens_are_no_load() -> None:
+    none = row(np.zeros((4, 2), int).tolist(), {})
+    assert none["l0.load"] == [0.0, 0.0] and np.sum(none["l0.dispatch"]) == 0.0
+
+
+# -- the strategy ------------------------------------------------------------------------------
+
+
+def test_routing_is_drawn_from_the_runs_seed() -> None:
+    tables = planned(balancer="spread").tables
+    one, same, other = (resolve_tables(tables, 3, seed).rows["lent"] for seed in (1, 1, 2))
+    assert one == same and one != other
+    assert {k for k in one[0] if k.endswith(".load")} == {f"l{i}.load" for i in range(4)}
+    assert all(max(r["l2.load"]) < max(one[0]["l2.load"]) for r in one[1:])
+
+
+def test_even_routing_costs_what_boxed_layers_cost() -> None:
+    """With a table whose routing is forced even, the step is that of the plan without this."""
+    even = planned(popularity=Popularity(balanced=True))
+    boxed = lower(problem(), compose(problem(), [
+        ("megatron", {"tp": 1, "chips": tuple(range(8))}), ("1f1b", {"stages": 1}),
+        ("ddp", {"microbatch": 1}), ("partition", {}), ("expert", {"ep": 8}),
+    ]))  # fmt: skip
+    times = [simulate(p, problem()).makespan for p in (even, boxed)]
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+
+
+def test_a_trace_takes_the_place_of_drawn_routing(tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).integers(0, 50, (3, 4, 8, 16))
+    save_routing(tmp_path / "trace.npz", Routing(counts))
+    plan = planned(trace=str(tmp_path / "trace.npz"))
+    values = plan.tables["routing"].values
+    assert np.array(values["l1"]).tolist() == counts.reshape(3, 4, 8, 8, 2).sum(-1)[:, 1].tolist()
+    save_routing(tmp_path / "other.npz", Routing(counts[:, :3]))
+    with pytest.raises(InputError, match="trace is of another model") as caught:
+        planned(trace=str(tmp_path / "other.npz"))
+    assert caught.value.found == "3 layers of 8 experts"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"balancer": "spred"}, "no balancer spred; there are none"),
+        ({"fresh": True}, "cannot wait for the counts of its own"),
+        ({"ep": 1}, "spread them with ep"),
+        ({"slots": -1}, "outside the range"),
+        ({"period": 0}, "outside the range"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(**how)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [("zero", {"stage": 1})],
+        [("zero", {"stage": 2})],
+        [("zero", {"stage": 3})],
+        [("recompute", {"modes": ("full",)})],
+        [("offload", {"optimizer": 2})],
+    ],
+)
+def test_it_goes_with_other_strategies(more: list[tuple[str, dict[str, Any]]]) -> None:
+    """Experts are held once; gradients and parameters of all else may be shared out, or away."""
+    plan = planned(*more, balancer="spread")
+    validate(plan)
+    runs = [simulate(plan, problem(), steps=2, fold=fold).makespan for fold in (True, False)]
+    assert runs[0] == pytest.approx(runs[1], rel=1e-9)
+    ops = list(walk(expand(plan)[0]))
+    waits = {op.name: {d.name for d in op.deps or ()} for op in ops}
+    last = next(op for op in ops if op.kind in ("D2H", "OPT") and op.label in ("", "l0"))
+    assert "0REDUCE_EXPERT[l0]" in waits[last.name]
+
+
+def test_sites_that_step_by_themselves_balance_inside() -> None:
+    plan = planned(("local_sgd", {"inner": 3, "workers": 2}), chips=16, balancer="spread", stages=1)
+    validate(plan)
+    assert simulate(plan, problem(), steps=2).makespan > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "chips", "message"),
+    [
+        (("zero", {"stage": 3}), 16, "ZeRO-2 or 3 shares out"),
+        (("offload", {"optimizer": 4, "parameters": 4}), 8, "parameters are on the host"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_by_name(
+    more: tuple[str, dict[str, Any]], chips: int, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        expand(planned(more, chips=chips, balancer="spread"))
+    if more[0] == "zero":
+        validate(planned(more, chips=chips))  # nothing lent
+
+
+# -- what a person sees ------------------------------------------------------------------------
+
+
+def test_the_report_says_how_uneven_work_was() -> None:
+    found = {}
+    for name in ("none", "spread"):
+        run = simulate(planned(balancer=name), problem(), steps=6)
+        found[name] = sim.report_of(run, problem())
+    none, spread = (found[n].late for n in ("none", "spread"))
+    assert none is not None and spread is not None
+    loads = [max(r["l0.load"]) for r in found["none"].run.layout.tables.rows["lent"]]
+    assert min(loads) < none.load_max < max(none.load_max_p95, 3)
+    assert spread.load_max < none.load_max and spread.load_spread < none.load_spread
+    kinds = {k.kind: k for k in spread.kinds}
+    assert set(kinds) == {"ALL_TO_ALL", "MOVE_EXPERT", "REDUCE_EXPERT", "HOST"}
+    assert 0 < kinds["MOVE_EXPERT"].exposed_s < kinds["MOVE_EXPERT"].busy_s
+    assert kinds["HOST"].busy_s == pytest.approx(4 * BalancedKnobs().search_s)
+    assert [k.kind for k in none.kinds] == ["ALL_TO_ALL"]
+    names = [name for name, _ in late_texts(spread)]
+    assert names[0] == "uneven work" and "MOVE_EXPERT" in names
+    even = simulate(planned(popularity=Popularity(balanced=True)), problem())
+    late = sim.report_of(even, problem()).late
+    assert late is not None and late.load_max == pytest.approx(1.0)
+
+
+def test_a_search_that_is_not_hidden_shows() -> None:
+    """Fifty milliseconds a layer are longer than the step."""
+    short, long = (
+        simulate(planned(balancer="spread", search_s=s), problem(), steps=3).makespan
+        for s in (1e-4, 5e-2)
+    )
+    assert long > short + 3 * 0.9 * 4 * 5e-2 - short
+
+
+def test_simulate_prints_and_writes_it(tmp_path: Path) -> None:
+    """The plan file alone is enough, in a process that imports no strategy by itself."""
+    texts = {}
+    for name in ("none", "spread"):
+        save_plan(planned(balancer=name), tmp_path / f"{name}.json")
+        assert (tmp_path / f"{name}.json").stat().st_size < 200_000
+        code = "from sim.cli import main; main()"
+        call = [sys.executable, "-c", code, "simulate", f"{name}.json", "--json"]
+        done = subprocess.run(call, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+        texts[name] = json.loads(done.stdout)
+    none, spread = texts["none"], texts["spread"]
+    assert none["steps"] == spread["steps"] == 8  # routing differs from step to step
+    assert spread["metrics"]["step_time_s"] < none["metrics"]["step_time_s"]
+    assert spread["metrics"]["step_p95_s"] > spread["metrics"]["step_p50_s"]
+    assert spread["exact"] and spread["late"]["load_max"] < none["late"]["load_max"]
