@@ -5,25 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from sim.errors import InputError
-from sim.hardware.catalog import bundled_catalog
+from sim.hardware.catalog import Catalog, ProfileKind, bundled_catalog
 from sim.hardware.check import inherit_ports, machine_problems
+from sim.hardware.plausible import implausible
 from sim.model.load import load_model_source
 from sim.plan.io import load_plan, plan_from_json
 from sim.plan.plan import Plan
 from sim.plan.validate import validate as validate_plan
 from sim.problem import Problem, problem_from_documents
 from sim.spec.cluster import ClusterDoc
-from sim.spec.fields import Doc
 from sim.spec.job import JobDoc, job_from_doc
 from sim.spec.load import MAX_FILE_BYTES, Source, problems_of, read_source, validate
 from sim.spec.measured import MeasuredDoc
-from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc
+from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc, ProcessorDoc
 
-__all__ = ["FileCheck", "ProblemRow", "check_file", "in_file", "kind_of", "read_plan"]
+__all__ = [
+    "FileCheck",
+    "ProblemRow",
+    "check_file",
+    "check_profiles",
+    "in_file",
+    "kind_of",
+    "read_plan",
+]
 
 _SIGNS = {
     "plan": ("placement",),
@@ -32,11 +41,12 @@ _SIGNS = {
     "model": ("model_type", "text_config", "blocks", "architectures"),
     "accelerator": ("peaks",),
     "node": ("chips",),
+    "host": ("cores",),
     "link": ("rate",),
 }
 """Kind -> keys that only it has."""
-_PROFILES: dict[str, type[Doc]] = {
-    "accelerator": AcceleratorDoc, "node": NodeDoc, "link": LinkDoc,
+_PROFILES: dict[str, type[AcceleratorDoc | NodeDoc | ProcessorDoc | LinkDoc]] = {
+    "accelerator": AcceleratorDoc, "node": NodeDoc, "host": ProcessorDoc, "link": LinkDoc,
 }  # fmt: skip
 
 
@@ -67,8 +77,13 @@ class FileCheck(msgspec.Struct, frozen=True):
     problems: tuple[ProblemRow, ...]
 
 
-def check_file(file: Path) -> FileCheck:
-    """Check one file by what it is."""
+def check_file(file: Path, bundled: Catalog | None = None) -> FileCheck:
+    """Check one file by what it is.
+
+    Args:
+        file: what to check. bundled: a profile is held to what the bundled ones are held to
+            (every number has a source), and names others of this catalogue.
+    """
     kind, source = "", Source({}, str(file))
     try:
         if file.suffix == ".json" and file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
@@ -76,7 +91,7 @@ def check_file(file: Path) -> FileCheck:
         else:
             source = read_source(file)
             kind = kind_of(source)
-        problems = _problems(kind, source, file)
+        problems = _problems(kind, source, file, bundled)
     except InputError as error:
         problems = [error]
     rows = []
@@ -85,7 +100,29 @@ def check_file(file: Path) -> FileCheck:
     return FileCheck(str(file), kind, rows[0].text if rows else "", tuple(rows))
 
 
-def _problems(kind: str, source: Source, file: Path) -> Sequence[InputError]:
+def check_profiles(names: Sequence[str], catalog: Catalog) -> list[FileCheck]:
+    """Check profiles of a catalogue, or files.
+
+    Args:
+        names: of profiles, whatever their kind, or paths of files; () for the whole catalogue.
+        catalog: where profiles lie.
+
+    Raises:
+        InputError: neither a profile nor a file.
+    """
+    every = {k: catalog.names(k) for k in get_args(ProfileKind)}
+    files = [catalog.file(k, n) for k, known in every.items() for n in known if not names]
+    for name in names:
+        named = [catalog.file(k, name) for k, known in every.items() if name in known]
+        if not named and not Path(name).is_file():
+            raise InputError("neither a profile nor a file", key="name", found=name)
+        files += named or [Path(name)]
+    return [check_file(file, catalog) for file in files]
+
+
+def _problems(
+    kind: str, source: Source, file: Path, bundled: Catalog | None
+) -> Sequence[InputError]:
     """All problems of a file; raises the only one where it cannot have several."""
     if kind == "plan":
         plan = load_plan(file)
@@ -93,7 +130,7 @@ def _problems(kind: str, source: Source, file: Path) -> Sequence[InputError]:
             problem_from_documents(plan.problem)
         validate_plan(plan)
     elif kind == "cluster":
-        catalog = bundled_catalog()
+        catalog = bundled or bundled_catalog()
         source = inherit_ports(source, catalog)
         found = problems_of(ClusterDoc, source)
         return found or machine_problems(validate(ClusterDoc, source), source, catalog)
@@ -102,7 +139,11 @@ def _problems(kind: str, source: Source, file: Path) -> Sequence[InputError]:
             lambda: job_from_doc(validate(JobDoc, source))
         )
     elif kind in _PROFILES:
-        return problems_of(_PROFILES[kind], source)
+        found = problems_of(_PROFILES[kind], source)
+        if found:
+            return found
+        known = bundled or bundled_catalog()
+        return implausible(validate(_PROFILES[kind], source), known, sources=bundled is not None)
     elif "times" in source.data or "blocks" in source.data:
         return problems_of(MeasuredDoc, source) or _raised(lambda: load_model_source(source))
     else:

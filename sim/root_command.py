@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sim import commands, doctor, export_command, import_command
+from sim import commands, doctor, export_command, import_command, profiles_command
 from sim.cli_output import logger
 
 __all__ = ["build_app", "load_plugins"]
@@ -47,6 +47,7 @@ def build_app() -> typer.Typer:
     commands.register(app)
     export_command.register(app)
     import_command.register(app)
+    profiles_command.register(app)
     doctor_app = typer.Typer(add_completion=False)
     broken = load_plugins(app, "hetlab.commands") + load_plugins(doctor_app, "hetlab.doctor")
     doctor.register(doctor_app, broken)

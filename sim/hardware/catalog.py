@@ -88,6 +88,15 @@ class Catalog:
         """Return a cluster of the catalogue. Raises InputError: unknown name, wrong file."""
         return self._get(ClusterDoc, "clusters", name)
 
+    def file(self, kind: ProfileKind, name: str) -> Path:
+        """Return the file of a profile. Raises InputError: unknown name."""
+        # Compared with the listing, not joined to a path: a name cannot lead out of the directory.
+        for root in self._roots:
+            file = next((p for p in (root / kind).glob("*.yaml") if p.stem == name), None)
+            if file is not None:
+                return file
+        raise self._unknown(kind, name)
+
     def defaults(self) -> DefaultsDoc:
         """Return the numbers that stand in for what a profile does not give."""
         if self._defaults is None:
@@ -114,26 +123,21 @@ class Catalog:
         return doc
 
     def _read(self, doc_type: type[D], kind: ProfileKind, name: str) -> D:
-        # Compared with the listing, not joined to a path: a name cannot lead out of the directory.
-        for root in self._roots:
-            file = next((p for p in (root / kind).glob("*.yaml") if p.stem == name), None)
-            if file is None:
-                continue
-            source = read_source(file)
-            doc = validate(doc_type, source)
-            if doc.name != name:
-                raise InputError(
-                    "a profile is named like its file",
-                    file=str(file),
-                    line=source.line(("name",)),
-                    key="name",
-                    found=doc.name,
-                    expected=name,
-                )
-            if isinstance(doc, AcceleratorDoc) and root != self._roots[-1]:
-                self._refuse_sparse(doc, str(file))
-            return doc
-        raise self._unknown(kind, name)
+        file = self.file(kind, name)
+        source = read_source(file)
+        doc = validate(doc_type, source)
+        if doc.name != name:
+            raise InputError(
+                "a profile is named like its file",
+                file=str(file),
+                line=source.line(("name",)),
+                key="name",
+                found=doc.name,
+                expected=name,
+            )
+        if isinstance(doc, AcceleratorDoc) and file.parent.parent != self._roots[-1]:
+            self._refuse_sparse(doc, str(file))
+        return doc
 
     def _refuse_sparse(self, doc: AcceleratorDoc, where: str) -> None:
         """Refuse a user's profile of a bundled accelerator whose peak is the sparse figure."""
