@@ -21,7 +21,16 @@ from sim.errors import InputError
 from sim.hardware.machine import Curve, Machine
 from sim.hardware.route import curve_factor
 
-__all__ = ["Links", "MeanBandwidth", "Topology", "exchange_s", "link_loads", "topology"]
+__all__ = [
+    "Crossing",
+    "Links",
+    "MeanBandwidth",
+    "Topology",
+    "crossing",
+    "exchange_s",
+    "link_loads",
+    "topology",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -185,35 +194,51 @@ def exchange_s(links: Links, nbytes: ArrayLike) -> Floats:
 
 def link_loads(links: Topology, nbytes: Floats) -> Floats:
     """Return the bytes over each link [B], shape (K, X), of K matrices as rows, (K, D * D)."""
-    index = _index(links)
     if not links.rates.size:
         return np.zeros((len(nbytes), 0))
-    return np.add.reduceat(nbytes[:, index.crossing], index.starts, axis=1)
+    direct = _index(links).direct
+    return np.add.reduceat(nbytes[:, direct.pairs], direct.starts, axis=1)
+
+
+class Crossing(NamedTuple):
+    """Which pairs, numbered row by row, cross which links.
+
+    Args:
+        pairs: link after link. starts: where each link's begin. links: those that any pair crosses.
+    """
+
+    pairs: Ints
+    starts: Ints
+    links: Ints
+
+
+def crossing(table: Ints) -> Crossing:
+    """Return the pairs over each link of a table of each pair's links, (D, D, H), -1 for none."""
+    flat = table.reshape(-1, table.shape[-1])
+    pair, place = np.nonzero(flat >= 0)
+    link = flat[pair, place]
+    order = np.argsort(link, kind="stable")
+    found, starts = np.unique(link[order], return_index=True)
+    return Crossing(pair[order], starts, found)
 
 
 class _Index(NamedTuple):
-    """Pairs, numbered row by row, in the order in which sums need them.
+    """A topology in the order in which sums need it.
 
     Args:
-        crossing: pairs that cross each link, link after link. starts: where each link's begin.
-        classes: kinds of paths and their pairs, longest latency first.
+        direct: pairs over each link. classes: kinds of paths and their pairs, the longest latency
+            first.
     """
 
-    crossing: Ints
-    starts: Ints
+    direct: Crossing
     classes: list[tuple[PathClass, Ints]]
 
 
 @lru_cache(maxsize=64)
 def _index(links: Topology) -> _Index:
-    pair, place = np.nonzero(links.links.reshape(links.pair.size, -1) >= 0)
-    link = links.links.reshape(links.pair.size, -1)[pair, place]
-    order = np.argsort(link, kind="stable")
-    number = np.bincount(link, minlength=links.rates.size)
     flat = links.pair.ravel()
     classes = [(kind, np.flatnonzero(flat == c)) for c, kind in enumerate(links.classes)]
     return _Index(
-        crossing=pair[order],
-        starts=np.cumsum(number) - number,
+        direct=crossing(links.links),
         classes=sorted(classes, key=lambda each: -each[0].latency),
     )

@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.hardware.route import curve_factor
 from strategies.expert.expert_cost import Products, expert_s
 from strategies.expert.layer_cost import LayerCosts, nodes_of
-from strategies.expert.link_cost import Links, MeanBandwidth, exchange_s, link_loads
+from strategies.expert.spread_links import soft_max, wires_of
 from strategies.expert.spreading import node_rows
 
 __all__ = ["Trials", "Varied"]
@@ -26,6 +25,10 @@ Bools = NDArray[np.bool_]
 SOFT = 0.3
 """Weight of the soft maximum in a candidate's score: relieving one of two equally full devices must
 count for something."""
+
+
+_NO_CAP = 1e30
+"""Tokens that no device ever sees."""
 
 
 class Trials(msgspec.Struct, frozen=True, eq=False):
@@ -83,12 +86,9 @@ class Varied:
         np.add.at(received, home, self.counts)
         self.sent = received.T
         self.busy = np.array(expert_s(self.experts, self.work[:, None, :]))
-        links = costs.links
-        number = 0 if isinstance(links, MeanBandwidth) else links.rates.size
-        self.carried = np.zeros((num_experts, number))
-        self.reached = _reached(links, costs.param_bytes)
-        each = counts.sum() * costs.token_bytes / size**2
-        self.wires = _reached(links, float(each))
+        self.mean = float(counts.sum()) / size
+        self.wires = wires_of(costs)
+        self.carried = np.zeros((num_experts, self.wires.carried(0, self.hosts[:1]).shape[1]))
         self._own: dict[int, Floats] = {}
         self.seconds = np.inf
 
@@ -128,15 +128,17 @@ class Varied:
             expert: whose hosts vary. rows: hosts, home among them, shape (K, D).
         """
         rest, counts = self.without(expert), self.counts[expert]
-        if self.keeps:
-            share = self._near(counts, rows, rest)
-        else:
-            need = np.full(len(rows), counts.sum())
-            share = _poured(need, np.where(rows, rest, np.inf))
+        cap = np.full((len(rows), 1), _NO_CAP)
+        if not self.keeps:
+            level = np.where(rows, rest, np.inf)
+            poured = _poured(np.full(len(rows), counts.sum()), level)
+            full = np.where(poured > 0.0, level + poured, 0.0).max(axis=1)
+            cap[:, 0] = np.maximum(full, self.mean)
+        share = self._near(counts, rows, rest, cap)
         sent = self._matched(counts, share)
         busy = np.array(expert_s(self.experts, share[:, None, :]))
-        carried = self._carried(expert, rows)
-        seconds, score = self._seconds(expert, rows, sent, busy, carried)
+        carried = self.wires.carried(int(self.home[expert]), rows)
+        seconds, score = self._seconds(expert, sent, busy, carried)
         return Trials(rows, seconds, score, sent, busy, carried)
 
     def take(self, expert: int, trials: Trials, which: int) -> None:
@@ -156,19 +158,23 @@ class Varied:
         sent[:, self.home[expert]] = self.counts[expert]
         return sent
 
-    def _near(self, counts: Floats, rows: Bools, rest: Floats) -> Floats:
-        """Own tokens stay; a node's others are poured over its hosts; the rest over all hosts."""
-        share = np.where(rows, counts, 0.0)
+    def _near(self, counts: Floats, rows: Bools, rest: Floats, cap: Floats) -> Floats:
+        """Tokens of the expert on each device, near their sources up to a cap, shape (K, D).
+
+        Own tokens stay; a node's others are poured over its hosts; the rest over all hosts.
+        """
+        share = np.where(rows, np.clip(cap - rest, 0.0, counts), 0.0)
         left = (counts - share) @ self.inside
         if self.rows.shape[1] > 1:
             level = np.where(rows, rest + share, np.inf)
             level = np.concatenate([level, np.full((len(rows), 1), np.inf)], axis=1)[:, self.rows]
-            some = np.isfinite(level).any(axis=2)
-            need = np.where(some, left, 0.0)
+            need = np.where(np.isfinite(level).any(axis=2), left, 0.0)
             more = _poured(need.ravel(), level.reshape(-1, level.shape[2])).reshape(level.shape)
+            more = np.clip(more, 0.0, np.maximum(cap[:, :, None] - level, 0.0))
             share += more[:, self.place[0], self.place[1]]
-            left -= need
-        return share + _poured(left.sum(axis=1), np.where(rows, rest + share, np.inf))
+            left -= more.sum(axis=2)
+        need = np.maximum(left, 0.0).sum(axis=1)
+        return share + _poured(need, np.where(rows, rest + share, np.inf))
 
     def _matched(self, counts: Floats, share: Floats) -> Floats:
         """Tokens from source to device: own ones, then within nodes, then any; in proportion."""
@@ -187,70 +193,23 @@ class Varied:
         scale = np.divide(1.0, total, out=np.zeros_like(total), where=total > 1e-9)
         return np.asarray(sent + (gives * scale[:, None])[:, :, None] * takes[:, None, :])
 
-    def _carried(self, expert: int, rows: Bools) -> Floats:
-        """Copies of an expert over each link, in a chain where that is a way, else directly."""
-        links, home, size = self.costs.links, int(self.home[expert]), rows.shape[1]
-        if isinstance(links, MeanBandwidth):
-            return np.zeros((len(rows), 0))
-        device = np.arange(size)
-        order = np.lexsort((device, self.node, self.node != self.node[home], device != home))
-        member = rows[:, order]
-        k, i = np.nonzero(member[:, 1:])
-        before = np.zeros_like(i)
-        if "chain" in links.ways:
-            before = np.maximum.accumulate(np.where(member, device, 0), axis=1)[k, i]
-        over = links.links[order[before], order[i + 1]] + 1
-        slots = over + (links.rates.size + 1) * k[:, None]
-        loads = np.bincount(slots.ravel(), minlength=len(rows) * (links.rates.size + 1))
-        return np.asarray(loads.reshape(len(rows), -1)[:, 1:], np.float64)
-
     def _seconds(
-        self, expert: int, rows: Bools, sent: Floats, busy: Floats, carried: Floats
+        self, expert: int, sent: Floats, busy: Floats, carried: Floats
     ) -> tuple[Floats, Floats]:
         """Time of the layer and its score, shapes (K,)."""
         costs = self.costs
         forward, backward = (self.busy.sum(axis=1) - self.busy[:, expert])[:, None] + busy
         fec, bec = forward.max(axis=1), backward.max(axis=1)
         tokens = (self.sent - self._sent_of(expert) + sent) * costs.token_bytes
-        if isinstance(costs.links, MeanBandwidth):
-            exchange = exchange_s(costs.links, tokens)
-            wires = tokens.sum(axis=1) - np.diagonal(tokens, axis1=1, axis2=2)
-            wires *= (exchange / np.maximum(wires.max(axis=1), 1.0))[:, None]
-            others, number = self.hosts.sum(axis=1), rows.sum(axis=1)
-            others[expert] = 1
-            held = others[others > 1].sum() + np.where(number > 1, number, 0)
-            trans = held / rows.shape[1] * costs.param_bytes / costs.links.trans
-            agg = held / rows.shape[1] * costs.gradient_bytes / costs.links.agg
-        else:
-            wires = link_loads(costs.links, tokens.reshape(len(rows), -1)) / self.wires
-            exchange = wires.max(axis=1, initial=0.0)
-            loads = self.carried.sum(axis=0) - self.carried[expert] + carried
-            trans = (loads / self.reached).max(axis=1, initial=0.0) * costs.param_bytes
-            agg = trans * (costs.gradient_bytes / costs.param_bytes)
+        exchange, soft = self.wires.exchanged(tokens)
+        others = self.carried.sum(axis=0) - self.carried[expert]
+        trans, agg = self.wires.copied(others + carried)
         if self.scheduled:
             trans = np.maximum(trans - fec - costs.fnec_s, 0.0)
             agg = np.maximum(agg - bec - costs.bnec_s, 0.0)
         seconds = 4.0 * exchange + fec + bec + trans + agg
-        soft = 4.0 * _norm(wires) + _norm(forward) + _norm(backward) + trans + agg
+        soft = 4.0 * soft + soft_max(forward) + soft_max(backward) + trans + agg
         return seconds, seconds + SOFT * soft
-
-
-def _norm(values: Floats) -> Floats:
-    """Soft maximum over the last axis: the norm of order 8, shape (K,)."""
-    squared = values * values
-    fourth = squared * squared
-    return np.asarray((fourth * fourth).sum(axis=-1) ** 0.125, np.float64)
-
-
-def _reached(links: Links, nbytes: float) -> Floats:
-    """Rate [B/s] of messages of this size over each link, shape (X,): its own or its paths'."""
-    if isinstance(links, MeanBandwidth):
-        return np.zeros(0)
-    of_class = [c.rate * float(curve_factor(c.curve, nbytes)) for c in links.classes]
-    best = np.zeros(links.rates.size + 1)
-    paths = np.array([*of_class, 0.0])[links.pair]
-    np.maximum.at(best, links.links + 1, np.broadcast_to(paths[..., None], links.links.shape))
-    return np.minimum(links.rates, best[1:])
 
 
 def _poured(need: Floats, level: Floats) -> Floats:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.expert.layer_cost import least_s
+from strategies.expert.layer_cost import least_s, released
 from strategies.expert.lending import Lending, checked, copies, static
 from strategies.expert.pro_prophet import pro_prophet
 from strategies.expert.spread import spread
+from strategies.expert.spread_state import Varied
 from tests.unit.test_balancers import drawn, on, seconds
 from tests.unit.test_layer_cost import MACHINES
 
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from(["means", *sorted(MACHINES)]),
     st.sampled_from([1, 2, 4]),
     st.booleans(),
     st.sampled_from([8, 16]),
@@ -26,7 +29,10 @@ from tests.unit.test_layer_cost import MACHINES
 @settings(max_examples=60)
 def test_spread_is_never_worse_than_pro_prophet(seed, machine, budget, scheduled, num_experts):
     random = np.random.default_rng(seed)
-    costs = on(machine, work=10 ** random.uniform(-8, -6), expert=10 ** random.uniform(5, 7.5))
+    if machine == "means":
+        costs = released(512, 1024, 8)
+    else:
+        costs = on(machine, work=10 ** random.uniform(-8, -6), expert=10 ** random.uniform(5, 7.5))
     counts = drawn(seed, num_experts, 8, exponent=random.uniform(0, 2))
     plan = spread(counts, costs, budget, scheduled=scheduled)
     checked(plan, budget)
@@ -75,3 +81,29 @@ def test_spread_against_all_subsets():
     assert np.mean(gaps) <= 0.05  # 0.030; over seeds 0 to 39 0.016
     assert max(gaps) <= 0.30  # 0.27: two experts must be lent before either pays
     assert sum(gap < 1e-9 for gap in gaps) >= 14  # 15 of 20; 34 of 40
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["means", *sorted(MACHINES)]),
+    st.sampled_from([(True, 1e3), (False, 0.0)]),
+)
+def test_a_search_prices_one_lent_expert_as_the_layer_costs(seed, machine, how):
+    near, slack = how
+    random = np.random.default_rng(seed)
+    if machine == "means":
+        costs = released(512, 1024, 8)
+    else:
+        costs = on(machine, work=10 ** random.uniform(-7.5, -6), expert=10 ** random.uniform(6, 7))
+        links = msgspec.structs.replace(costs.links, chunk=0.0, ways=("chain",))
+        costs = msgspec.structs.replace(costs, links=links)
+    counts = drawn(seed, tokens_each=20000)
+    expert, base = int(np.argmax(counts.sum(axis=1))), static(8, 8)
+    hosts = base.hosts.copy()
+    hosts[expert] |= random.random(8) < 0.5
+    trials = Varied(counts, costs, base.home, True, near).tried(expert, hosts[expert : expert + 1])
+    lending = Lending(hosts=hosts, home=base.home, split="balanced", slack=slack)
+    # Levelling cuts tokens finer, and up to the mean rather than to the fullest device.
+    within = 0.02 if near else 0.4
+    assert trials.seconds[0] == pytest.approx(seconds(costs, counts, lending), rel=within)
+    assert trials.sent.sum() == pytest.approx(counts[expert].sum())

@@ -211,6 +211,15 @@ def test_a_device_with_tokens_starts_once_per_pass():
     assert backward == pytest.approx([2.0, 0.0], abs=0.01)
 
 
+def test_unlike_chips_take_their_own_times():
+    fast = msgspec.structs.replace(CHIP, peak_flops_per_s={"bf16": 4e14})
+    both = expert_s(products(moe(), [CHIP, fast], "bf16"), np.full((8, 2), 2048))
+    alone = [expert_s(products(moe(), [c], "bf16"), np.full((8, 1), 2048)) for c in (CHIP, fast)]
+    for k in (0, 1):
+        assert both[k] == pytest.approx([alone[0][k][0], alone[1][k][0]])
+    assert both[0][1] < both[0][0]
+
+
 def test_few_tokens_are_dear_and_none_are_free():
     times = products(moe(), [CHIP, CHIP], "bf16")
     split, whole = np.array([[64, 0], [64, 0]]), np.array([[128, 0], [0, 0]])
