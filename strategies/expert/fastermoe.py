@@ -53,7 +53,11 @@ def means(costs: LayerCosts, num_devices: int, load: float) -> Means:
         send = float(exchange_s(costs.links, even * costs.token_bytes)) / tokens
         one = Lending(hosts=np.ones((1, num_devices), bool), home=np.zeros(1, np.int64))
         model = copies_s(costs.links, one, costs.param_bytes, costs.param_bytes)[0]
-    return Means(compute_s=float(forward.max()) / tokens, send_s=send, model_s=model)
+    return Means(
+        compute_s=float(forward.max()) / tokens,
+        send_s=send * costs.exchange_factor,
+        model_s=model,
+    )
 
 
 def fastermoe(

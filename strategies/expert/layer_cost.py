@@ -52,6 +52,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         token_bytes: [B] of a token's activation on the wire.
         experts: time of the experts' work. links: time of exchanges.
         param_bytes, gradient_bytes: [B] of one expert's parameters and gradients, P_e and G_e.
+        exchange_factor: on the time of exchanging tokens, an accelerator's ``ep_cost``.
         fnec_s, bnec_s: [s] forward and backward of the block's other layer, T_FNEC and T_BNEC.
         plan_s: [s] that making a plan for one layer takes.
     """
@@ -61,6 +62,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     links: Links
     param_bytes: float
     gradient_bytes: float
+    exchange_factor: float = 1.0
     fnec_s: float = 0.0
     bnec_s: float = 0.0
     plan_s: float = 0.0
@@ -114,8 +116,8 @@ def times_of(costs: LayerCosts, placed: Shares, lending: Lending) -> LayerTimes:
     combine = journey_s(costs.links, tokens_back(costs.links, nbytes))
     trans, agg = _copies_s(costs, lending)
     return LayerTimes(
-        dispatch=dispatch,
-        combine=combine,
+        dispatch=dispatch * costs.exchange_factor,
+        combine=combine * costs.exchange_factor,
         fec=float(forward.max()),
         bec=float(backward.max()),
         trans=trans,

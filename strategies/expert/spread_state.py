@@ -207,8 +207,9 @@ class Varied:
         if self.scheduled:
             trans = np.maximum(trans - fec - costs.fnec_s, 0.0)
             agg = np.maximum(agg - bec - costs.bnec_s, 0.0)
-        seconds = 4.0 * exchange + fec + bec + trans + agg
-        soft = 4.0 * soft + soft_max(forward) + soft_max(backward) + trans + agg
+        each = 4.0 * costs.exchange_factor
+        seconds = each * exchange + fec + bec + trans + agg
+        soft = each * soft + soft_max(forward) + soft_max(backward) + trans + agg
         return seconds, seconds + SOFT * soft
 
 

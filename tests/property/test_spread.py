@@ -97,6 +97,7 @@ def test_a_search_prices_one_lent_expert_as_the_layer_costs(seed, machine, how):
         costs = on(machine, work=10 ** random.uniform(-7.5, -6), expert=10 ** random.uniform(6, 7))
         links = msgspec.structs.replace(costs.links, chunk=0.0, ways=("chain",))
         costs = msgspec.structs.replace(costs, links=links)
+    costs = msgspec.structs.replace(costs, exchange_factor=random.choice([1.0, 1.7]))
     counts = drawn(seed, tokens_each=20000)
     expert, base = int(np.argmax(counts.sum(axis=1))), static(8, 8)
     hosts = base.hosts.copy()

@@ -293,6 +293,9 @@ def test_equations_by_hand():
     small = layer_times(costs, np.array([[0, 1, 0], [0, 0, 0], [0, 0, 0]]), static(3, 3))
     assert small.dispatch == 4096 / 1e8
     assert nodes_of(costs) is None
+    slow = msgspec.structs.replace(costs, exchange_factor=1.5)
+    assert layer_times(slow, counts, lending).a2a == 1.5 * times.a2a
+    assert layer_times(slow, counts, lending).trans == times.trans
 
 
 def test_costs_survive_as_json():
