@@ -103,7 +103,8 @@ def test_a_search_prices_one_lent_expert_as_the_layer_costs(seed, machine):
     lending = Lending(hosts=hosts, home=base.home, split="balanced", slack=1e3)
     rows = hosts[expert : expert + 1]
     near = Varied(counts, costs, base.home, True, True).tried(expert, rows)
-    assert near.seconds[0] == pytest.approx(seconds(costs, counts, lending), rel=0.03)
+    within = 0.15 if machine == "a NIC per chip" else 0.03  # by rail it counts who gets which token
+    assert near.seconds[0] == pytest.approx(seconds(costs, counts, lending), rel=within)
     even = Varied(counts, costs, base.home, True, False).tried(expert, rows)
     mean, rest = counts.sum() / 8, np.delete(counts.sum(axis=1), expert)
     assert near.sent.sum() == pytest.approx(counts[expert].sum())
