@@ -81,7 +81,9 @@ def balanced(counts: Ints, hosts: Bools, rest: Ints, nodes: Ints, slack: float) 
     rows = (by_node, everywhere) if 1 < len(by_node) < rest.size else (everywhere,)
     for part in rows:
         for e in order:
-            need = left[e][part].sum(axis=1, where=part >= 0)
+            need = _by_row(left[e], part)
+            if not need.any():
+                continue
             more = _poured(need, load, hosts[e], part, level)
             load += more
             placed[e] += more

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
 
 from sim.errors import InputError
 from strategies.expert.balancers import balancer_names, get_balancer
-from strategies.expert.eplb import rebalance
+from strategies.expert.eplb import rebalance, replicate
 from strategies.expert.fastermoe import fastermoe, fastermoe_release, means
 from strategies.expert.layer_cost import (
     LayerCosts,
@@ -181,6 +183,23 @@ def test_eplb_is_global_where_nodes_do_not_divide_the_groups():
         rebalance(load, 7, 3, 2, 4)
     with pytest.raises(InputError, match="groups divide experts"):
         rebalance(load, 8, 4, 2, 4)
+
+
+def test_eplb_replicas_leave_the_least_share():
+    # Replicas one by one are optimal for the largest load per replica: against all ways to share 8.
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        load = random.integers(0, 50, 4).astype(float)
+        _, number = replicate(load, 8)
+        ways = [w for w in itertools.product(range(1, 6), repeat=4) if sum(w) == 8]
+        assert (load / number).max() == min((load / np.array(w)).max() for w in ways)
+
+
+def test_eplb_keeps_groups_on_their_node():
+    placed = rebalance(np.arange(12.0), 16, 4, 2, 8).reshape(2, 8)
+    groups = [set((node // 3).tolist()) for node in placed]
+    assert not groups[0] & groups[1]
+    assert sorted(len(g) for g in groups) == [2, 2]
 
 
 def test_eplb_as_a_lending():
