@@ -230,11 +230,14 @@ def _flows(
     """Flows of a phase, those over the same links joined, and a cap for each.
 
     All edges advance in step, so no flow ends before the slowest edge would alone, nor before what
-    happens inside the nodes meanwhile.
+    happens inside the nodes meanwhile; nor, where they carry unlike bytes, before the busiest link.
     """
-    inside = tuple(e for e in phase.edges if where.node[e.src] == where.node[e.dst])
-    alone_s = (e.nbytes / alone(where.path(e.src, e.dst, e.kind), e.chunk) for e in between)
-    floor = max(where.stream_s(Phase(inside, 0.0)), *alone_s)
+    if len({e.nbytes for e in between}) > 1:
+        floor = where.stream_s(phase)
+    else:
+        inside = tuple(e for e in phase.edges if where.node[e.src] == where.node[e.dst])
+        alone_s = (e.nbytes / alone(where.path(e.src, e.dst, e.kind), e.chunk) for e in between)
+        floor = max(where.stream_s(Phase(inside, 0.0)), *alone_s)
     joined: dict[tuple[int, ...], list[Edge]] = defaultdict(list)
     for e in between:
         joined[where.path(e.src, e.dst).links].append(e)
