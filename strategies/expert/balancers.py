@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,31 +18,55 @@ from strategies.expert.spread import spread
 
 __all__ = ["BALANCERS", "Balancer", "balancer_names", "get_balancer"]
 
+Ints = NDArray[np.int64]
+
 
 class Balancer(Protocol):
     """Chooses who holds which expert, the same on every rank for the same counts."""
 
-    def __call__(self, counts: NDArray[np.int64], costs: LayerCosts, budget: int, /) -> Lending:
+    def __call__(
+        self, counts: Ints, costs: LayerCosts, budget: int, previous: Lending | None = None, /
+    ) -> Lending:
         """Return a lending.
 
         Args:
             counts: tokens of each expert from each source, as known when planning, shape (E, S).
             costs: of the layer. budget: copies that each device has room for.
+            previous: the lending in use, for those that compare with it.
         """
 
 
-def _none(counts: NDArray[np.int64], costs: LayerCosts, budget: int, /) -> Lending:
+def _none(
+    counts: Ints, costs: LayerCosts, budget: int, previous: Lending | None = None, /
+) -> Lending:
     """Plain expert parallelism."""
     return static(*counts.shape)
 
 
+def _spread(
+    counts: Ints, costs: LayerCosts, budget: int, previous: Lending | None = None, /
+) -> Lending:
+    return spread(counts, costs, budget, previous=previous)
+
+
+def _afresh(plan: Callable[[Ints, LayerCosts, int], Lending]) -> Balancer:
+    """A balancer that looks at nothing but the counts."""
+
+    def planned(
+        counts: Ints, costs: LayerCosts, budget: int, previous: Lending | None = None, /
+    ) -> Lending:
+        return plan(counts, costs, budget)
+
+    return planned
+
+
 BALANCERS: dict[str, Balancer] = {
     "none": _none,
-    "fastermoe": fastermoe,
-    "fastermoe-release": fastermoe_release,
-    "pro-prophet": pro_prophet,
-    "eplb": eplb,
-    "spread": spread,
+    "fastermoe": _afresh(fastermoe),
+    "fastermoe-release": _afresh(fastermoe_release),
+    "pro-prophet": _afresh(pro_prophet),
+    "eplb": _afresh(eplb),
+    "spread": _spread,
 }
 """Name -> balancer."""
 

@@ -40,6 +40,7 @@ def spread(
     budget: int,
     *,
     previous: Lending | None = None,
+    search_s: float = 0.0,
     scheduled: bool = True,
 ) -> Lending:
     """Return a lending within the budget.
@@ -55,15 +56,17 @@ def spread(
     Args:
         counts: tokens of each expert from each source, shape (E, S).
         costs: of the layer. budget: copies that each device has room for.
-        previous: the lending in use. It is kept without a search where nothing could gain more than
-            making a plan costs, and competes with what the search finds.
+        previous: the lending in use. It competes with what the search finds.
+        search_s: [s] that a step of this layer pays for a search, which is what nothing hides of it
+            over the steps to the next one. Where no lending could gain more over the previous one,
+            that is kept without a search.
         scheduled: cost of eq. 8, with hidden copies and sums; else of eq. 6.
     """
     plain = static(*counts.shape)
     found: list[_Priced] = []
     if previous is not None and copies(previous).max() <= budget:
         found.append(_priced(counts, costs, previous, scheduled))
-        if found[0].seconds - least_s(costs, counts) <= costs.plan_s:
+        if found[0].seconds - least_s(costs, counts) <= search_s:
             return previous
     theirs = _Priced(*planned(counts, costs, budget, 0.0, 0, scheduled), 0.0)
     near = _searched(counts, costs, budget, plain, scheduled, True)

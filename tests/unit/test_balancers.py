@@ -218,12 +218,13 @@ def test_spread_keeps_a_plan_that_nothing_can_pay_for():
     costs, counts = on("one NIC"), drawn(3)
     plan = spread(counts, costs, 2)
     later = drawn(4)
-    patient = msgspec.structs.replace(costs, plan_s=1.0)
-    assert spread(later, patient, 2, previous=plan) is plan
-    again = spread(later, costs, 2, previous=plan)
+    assert spread(later, costs, 2, previous=plan, search_s=1.0) is plan
+    again = spread(later, costs, 2, previous=plan, search_s=1e-6)
     assert again is not plan
-    assert seconds(costs, later, again) <= seconds(costs, later, plan)
-    assert spread(later, patient, 0, previous=plan) is not plan  # no room for it any more
+    assert seconds(costs, later, again) < seconds(costs, later, plan)
+    assert spread(later, costs, 0, previous=plan, search_s=1.0) is not plan  # no room any more
+    by_name = get_balancer("spread")(later, costs, 2, plan)
+    assert seconds(costs, later, by_name) <= seconds(costs, later, plan)
 
 
 def test_spread_prefers_the_own_node():
