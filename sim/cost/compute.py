@@ -227,9 +227,10 @@ class _RankWork:
         a = self.block.attention
         if a is None:
             return 0.0
-        seconds = (
-            factor * self.core_flops / (self.core_peak * self.accelerator.attention_efficiency)
-        )
+        chip = self.accelerator
+        slow = 1.0 + 2.0 * chip.head_half / (a.head_dim + a.v_head_dim)
+        slow += chip.keys_half / self.shape.sequence_length
+        seconds = factor * self.core_flops * slow / (self.core_peak * chip.attention_efficiency)
         if not a.flash:
             scores = self.shape.tokens * self.shape.sequence_length * a.heads / self.shape.tp
             passes = SCORE_PASSES * (1.0 if factor == 1.0 else ELEMENTWISE_BACKWARD)

@@ -25,7 +25,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         peak_flops_per_s: dtype ("fp32", "tf32", "bf16", "fp16", "fp8") -> dense peak [FLOP/s].
         gemm_efficiency: large-product efficiency e0 against the peak (0..1).
         gemm_half: products reach e0 / ((1 + half/m)(1 + half/n)(1 + half/k)).
-        attention_efficiency: share of the peak reached by the fused attention core.
+        attention_efficiency: share of the peak reached by the attention core; it takes
+            1 + head_half / width of a head + keys_half / sequence length times as long.
         memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
         optimizer_efficiency: share that the optimizer's step reaches; 0 means the same.
         kernel_overhead_s: [s] fixed cost per kernel-sized piece of work, per block and pass.
@@ -53,6 +54,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     gemm_efficiency: float = 0.7
     gemm_half: float = 64.0
     attention_efficiency: float = 0.5
+    head_half: float = 0.0
+    keys_half: float = 0.0
     memory_efficiency: float = 0.8
     optimizer_efficiency: float = 0.0
     kernel_overhead_s: float = 10e-6

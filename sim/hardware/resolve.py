@@ -34,6 +34,8 @@ _FIELDS = {
     "gemm_efficiency": "gemm_efficiency",
     "gemm_half": "gemm_half",
     "attention_efficiency": "attention_efficiency",
+    "head_half": "head_half",
+    "keys_half": "keys_half",
     "memory_efficiency": "memory_efficiency",
     "optimizer_efficiency": "optimizer_efficiency",
     "kernel_overhead": "kernel_overhead_s",

@@ -66,6 +66,8 @@ class AcceleratorNumbers(Doc):
     gemm_efficiency: StatedFraction | None = None
     gemm_half: StatedFactor | None = None
     attention_efficiency: StatedFraction | None = None
+    head_half: StatedFactor | None = None
+    keys_half: StatedFactor | None = None
     memory_efficiency: StatedFraction | None = None
     optimizer_efficiency: StatedFraction | None = None
     kernel_overhead: StatedSeconds | None = None
