@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 class Balancer(Protocol):
     """Chooses who holds which expert, the same on every rank for the same counts.
 
-    As far as the ranks' processors round alike: where they are unlike, one rank should plan for all.
+    As far as their processors round alike: where they are unlike, one rank should plan for all.
     """
 
     def __call__(
