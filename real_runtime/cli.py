@@ -46,6 +46,7 @@ def _run(
     deadline: opt.Deadline = 120.0,
     trace: opt.Trace = None,
     tensorboard: opt.TensorBoard = False,
+    emulate: opt.Emulate = "",
     pin_cores: opt.PinCores = None,
     launcher: opt.Launcher = "",
     hosts: opt.Hosts = "",
@@ -67,7 +68,9 @@ def _run(
         dry_run=dry_run,
     )  # fmt: skip
     check_options(options, restarts)
-    plan, problem = _load(plan_file, probed, allow_other_cluster, here=not launcher)
+    if emulate:
+        _check_rehearsal(launcher, probed, restarts, steps)
+    plan, problem = _load(plan_file, probed, allow_other_cluster, here=not launcher and not emulate)
     recipe = Recipe(
         learning_rate=learning_rate, warmup=warmup, length=schedule_steps,
         weight_decay=weight_decay, clip=clip,
@@ -79,6 +82,8 @@ def _run(
         save=save, checkpoint_every=checkpoint_every, keep=keep, preflight=not no_preflight,
         tensorboard=tensorboard, recipe=recipe, cores=_cores(plan, pin_cores),
     )  # fmt: skip
+    if emulate:
+        settings = _rehearsed(plan, problem, settings, emulate, pin_cores)
     _check_data(data, problem, seed)
     check_folder(out, "--out")
     check_output(trace, "--trace")
@@ -108,6 +113,38 @@ def _load(
     elif here:
         check_probed(plan, plan_file, allow_other_cluster)
     return plan, problem
+
+
+def _check_rehearsal(launcher: str, probed: str, restarts: int, steps: int) -> None:
+    """Refuse options that an emulation has no use for."""
+    from real_runtime.emulate import CALIBRATION
+
+    for name, given in (("launcher", launcher), ("probed", probed), ("restarts", restarts)):
+        if given:
+            raise UsageError(f"--emulate runs all ranks here, once; leave out --{name}")
+    if steps <= CALIBRATION:
+        raise UsageError(
+            f"--emulate needs more than {CALIBRATION} steps, which find its pace; give --steps"
+        )
+
+
+def _rehearsed(
+    plan: Plan, problem: Problem, settings: RunSettings, cluster: str, pinned: bool | None
+) -> RunSettings:
+    """The same run as an emulation of a cluster; says of what."""
+    from real_runtime.cores import usable_cores
+    from real_runtime.emulate import check_emulated, emulation, share_of
+
+    name = check_emulated(plan, cluster)
+    what, ranks = emulation(plan, problem), plan.placement.num_ranks
+    logger.info(
+        "emulating %s: each rank has %.2f of a core; passes of ranks 0 to %d take %s times those "
+        "of %s", name, share_of(ranks, len(usable_cores()) or 1), ranks - 1,
+        " ".join(f"{f:.2f}" for f in what.factors), what.fastest,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        settings, emulate=name, threads=1, cores=_cores(plan, pinned is not False)
+    )
 
 
 def _dtype(asked: str, planned: str) -> str:

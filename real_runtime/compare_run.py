@@ -53,6 +53,11 @@ def read_run(folder: Path, plan: Plan) -> RunFacts:
             "the run belongs to another plan", str(folder), key="plan_hash",
             found=str(start.get("plan_hash")), expected=plan.hash,
         )  # fmt: skip
+    if any(e.get("event") == "emulation" for e in events[begun[-1] :]):
+        raise InputError(
+            "the run was an emulation, whose times say nothing of its cluster", str(folder),
+            expected="a run without --emulate",
+        )  # fmt: skip
     if not spans_file.is_file():
         raise InputError("the run left no spans; it has not ended", str(folder))
     seconds = [float(e["seconds"]) for e in events[begun[-1] :] if e.get("event") == "step"]

@@ -19,7 +19,7 @@ from real_runtime.groups import Groups
 from real_runtime.program import Node, RankProgram
 from real_runtime.record import Recorder
 
-__all__ = ["Begun", "Issuer", "Work"]
+__all__ = ["Begun", "Issuer", "Pace", "Work"]
 
 
 class Work(Protocol):
@@ -31,6 +31,25 @@ class Work(Protocol):
 
 Begun = tuple[Sequence[Work], Callable[[], None]]
 """What is to be waited for, and what to do then."""
+
+
+class Pace:
+    """What makes ops last longer than they do here: an emulation; this one leaves them alone."""
+
+    def enter(self, i: int) -> None:
+        """The compute op at this position begins."""
+
+    def leave(self, i: int) -> None:
+        """The compute op has done its work; it ends when this returns."""
+
+    def post(self, i: int, step: int) -> None:
+        """The transfer or collective at this position begins."""
+
+    def arrive(self, i: int, step: int) -> None:
+        """The transfer or collective is done; it ends when this returns."""
+
+    def end(self) -> None:
+        """A step is over."""
 
 
 class Issuer:
@@ -45,6 +64,7 @@ class Issuer:
     Attributes:
         compute, communicate: kind -> handler; one of ``communicate`` begins its op and returns what
             to wait for. at: position of the compute op that runs. step_number: of the step.
+        pace: of ops, their own unless something else is put here.
     """
 
     def __init__(
@@ -59,6 +79,7 @@ class Issuer:
         self.program, self.groups, self.buffers = program, groups, buffers
         self.recorder, self.settle = recorder, settle
         self.nodes = program.nodes
+        self.pace = Pace()
         self.compute: Mapping[str, Callable[[Node], None]] = {}
         self.communicate: Mapping[str, Callable[[Node], Begun]] = {}
         self.wire_of = [node.wire if node.on_wire else () for node in self.nodes]
@@ -98,13 +119,16 @@ class Issuer:
                 self._advance()
         for i in range(n):
             self.finish(i)
+        self.pace.end()
         self.recorder.step(step, self.start, self.end, self.ready)
 
     def _compute(self, i: int, node: Node) -> None:
         self.started[i] = True
         self._mark(i)
+        self.pace.enter(i)
         self.compute[node.op.kind](node)
         self.settle()
+        self.pace.leave(i)
         self.finished[i], self.end[i] = True, time.monotonic()
 
     def _mark(self, i: int) -> None:
@@ -146,6 +170,7 @@ class Issuer:
         if node.op.kind.startswith("RECV"):
             self.held[wire] += 1
         self._free(i)
+        self.pace.post(i, self.step_number)
         try:
             self.pending[i] = self.communicate[node.op.kind](node)
         except RuntimeError as error:
@@ -173,6 +198,7 @@ class Issuer:
         except RuntimeError as error:
             raise self.failed(node, error) from error
         done()
+        self.pace.arrive(i, self.step_number)
         self.finished[i], self.end[i] = True, time.monotonic()
 
     def failed(self, node: Node, error: RuntimeError) -> RunError:

@@ -25,7 +25,10 @@ from real_runtime.run_log import SAY, SCALARS
 from real_runtime.settings import RunSettings
 from sim.errors import HetlabError, InputError, StoppedError
 
-__all__ = ["command_line", "launch", "prepare"]
+__all__ = ["SHARED", "command_line", "launch", "prepare"]
+
+SHARED = "emulation.shared"
+"""File in a run's folder through which its ranks know what emulated links carry."""
 
 FAIL = "hetlab! "
 """Head of the line of a rank that has failed."""
@@ -73,6 +76,7 @@ def prepare(settings: RunSettings, again: bool = False) -> Path:
     for name in ("errors", "pids"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
+    (folder / SHARED).unlink(missing_ok=True)
     if not settings.resume:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     kept = again or bool(settings.resume)
@@ -100,6 +104,7 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         _watch(ranks, folder, threads, show)
     for name in ("errors", "pids"):
         shutil.rmtree(folder / name)
+    (folder / SHARED).unlink(missing_ok=True)
 
 
 def _watch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) -> None:

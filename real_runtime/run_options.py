@@ -48,6 +48,14 @@ Restarts = Annotated[
 Deadline = Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for others.")]
 
 # Where it runs.
+Emulate = Annotated[
+    str,
+    typer.Option(
+        metavar="CLUSTER",
+        help="Rehearse on this machine: ranks as slow beside one another, and links as slow "
+        "beside them, as in this cluster, which the plan is for.",
+    ),
+]
 PinCores = Annotated[
     bool | None,
     typer.Option(

@@ -48,6 +48,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         resume: folder of the checkpoint to go on from, "" to begin.
         preflight: compare the ranks before weights are loaded.
         tensorboard: also write scalars for TensorBoard.
+        emulate: name of the cluster that this machine stands for, "" for none.
         own_pairs: a process group for every directed rank pair also where none is needed.
         recipe: see there.
     """
@@ -69,6 +70,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     resume: str = ""
     preflight: bool = True
     tensorboard: bool = False
+    emulate: str = ""
     own_pairs: bool = False
     recipe: Recipe = Recipe()
 

@@ -37,11 +37,13 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     start, done, restarts = last_run(events)
-    seconds = [e["seconds"] for e in done[1:] or done]
+    emulation = _emulation(events, events.index(start))
+    paced = [e for e in done if emulation is None or e["unix_s"] > emulation["unix_s"]]
+    seconds = [e["seconds"] for e in paced[1:] or paced]
     middle, slow = np.percentile(seconds, [50, 95]).tolist()
     simulated = spans_of_run(simulate(plan, problem, steps=1 if plan.barrier else 8))
     tokens = plan.mathematics.global_batch * plan.mathematics.sequence_length
-    ideal = mfu_at(plan, problem)
+    ideal, scale = mfu_at(plan, problem), emulation["scale"] if emulation else 1.0
     return {
         "plan_hash": start["plan_hash"],
         "spec_hash": start["spec_hash"],
@@ -60,13 +62,20 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "step_time_s": middle,
         "step_time_p95_s": slow,
         "tokens_per_s": tokens / middle,
-        "mfu": ideal / middle if ideal is not None else None,
+        "mfu": ideal * scale / middle if ideal is not None else None,
         "memory_bytes": events[-1].get("memory_bytes", []),
         "bubble_fraction": _idle(last_steps(folder, SHOWN)),
         "simulated_step_time_s": pace_of(simulated, barrier=plan.barrier).step_time_s,
         "simulated_bubble_fraction": _idle(simulated),
+        "emulation": emulation,
         "out": str(folder),
     }
+
+
+def _emulation(events: Sequence[dict[str, Any]], first: int) -> dict[str, Any] | None:
+    """What a run emulated, from its start on, and how late its passes were; None for nothing."""
+    found = [e for e in events[first:] if e["event"] == "emulation"]
+    return found[-1] | {"late": events[-1]["late"]} if found else None
 
 
 def last_run(
@@ -114,6 +123,16 @@ def _counted(d: dict[str, Any]) -> str:
     return "resident in its process" if d["device"] == "cpu" else "allocated on its device"
 
 
+def _emulated(d: dict[str, Any], step: float) -> str:
+    """What the real times stand for, and how well this machine kept up."""
+    e = d["emulation"]
+    return (
+        f"{e['cluster']}: {step / e['scale'] * 1e3:,.3g} ms a step, simulated "
+        f"{d['simulated_step_time_s'] * 1e3:,.3g} ms; 1 s of it lasts {e['scale']:.3g} s here, "
+        f"where each rank has {e['share']:.2f} of a core; passes were late by {max(e['late']):.1%}"
+    )
+
+
 def _kept(d: dict[str, Any]) -> str:
     """Threads and cores of the ranks, where they compute on the processor."""
     if d["device"] != "cpu":
@@ -127,15 +146,18 @@ def print_run(console: Console, d: dict[str, Any], plan: Plan) -> None:
     """Print a document, and the timeline of the run's last step."""
     from sim.report.text_gantt import text_gantt
 
-    step, simulated = d["step_time_s"], d["simulated_step_time_s"]
+    step, emulation = d["step_time_s"], d["emulation"]
+    simulated = emulation["predicted_step_time_s"] if emulation else d["simulated_step_time_s"]
+    left = "first steps" if emulation else "first step"
     used = f"{max(d['memory_bytes'], default=0.0) / 2**30:.2f} GiB at most on a rank"
     rows = (
         ("loss", f"{d['first_loss']:.4f} -> {d['last_loss']:.4f} in {d['steps']} steps"),
         (
             "step time",
-            f"{step * 1e3:,.1f} ms median, {d['step_time_p95_s'] * 1e3:,.1f} ms p95, first step "
-            f"left out; simulated {simulated * 1e3:,.1f} ms ({simulated / step - 1:+.0%})",
+            f"{step * 1e3:,.1f} ms median, {d['step_time_p95_s'] * 1e3:,.1f} ms p95, {left} left "
+            f"out; simulated {simulated * 1e3:,.1f} ms ({simulated / step - 1:+.0%})",
         ),
+        *([("emulated", _emulated(d, step))] if emulation else []),
         ("throughput", f"{d['tokens_per_s']:,.0f} tokens/s{_mfu(d, plan)}"),
         (
             "bubble",

@@ -23,6 +23,8 @@ from real_runtime.checkpoint import load
 from real_runtime.checkpoint_save import Saver
 from real_runtime.cores import pin
 from real_runtime.devices import backend_of, local_device, peak_memory
+from real_runtime.emulate_rank import Emulator
+from real_runtime.emulate_start import calibrate, emulator_of, kept_up
 from real_runtime.errors import RunError
 from real_runtime.executor import Executor
 from real_runtime.launch import FAIL
@@ -72,7 +74,7 @@ def run(folder: Path) -> None:
     rank, size = me.rank, me.size
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = local_device(me.device)
+    device = torch.device("cpu") if settings.emulate else local_device(me.device)
     pinned = settings.cores if device.type == "cpu" else ()
     if pinned:
         pin(pinned[rank])
@@ -98,14 +100,21 @@ def run(folder: Path) -> None:
         for note in notes:
             log.write("note", text=note)
             log.say(note)
-        _train(executor, settings, log, folder, store)
+        emulator = emulator_of(executor, settings, problem, folder, log)
+        _train(executor, settings, log, folder, store, emulator)
         memory = _finish(executor, settings, folder, group)
-        log.write("end", steps=settings.steps, memory_bytes=memory)
+        more = kept_up(emulator, group) if emulator is not None else {}
+        log.write("end", steps=settings.steps, memory_bytes=memory, **more)
         log.close()
 
 
 def _train(
-    executor: Executor, settings: RunSettings, log: RunLog, folder: Path, store: Store
+    executor: Executor,
+    settings: RunSettings,
+    log: RunLog,
+    folder: Path,
+    store: Store,
+    emulator: Emulator | None,
 ) -> None:
     first, every = 0, settings.checkpoint_every
     if settings.resume:
@@ -115,6 +124,8 @@ def _train(
     for step in range(first, settings.steps):
         result = executor.run_step(step)
         log.step(step, result, peak_memory(executor.device))
+        if emulator is not None:
+            calibrate(emulator, executor, settings, log, step + 1 - first)
         if saver is not None:
             _checkpoint(saver, step + 1, settings, log)
 
