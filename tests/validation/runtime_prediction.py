@@ -5,7 +5,8 @@
 Probes the machine (or reads ``--cluster``), simulates plans of two ranks, and trains each of them:
 one thread and one core per rank, repeats interleaved over plans, so that all see the same machine.
 One plan has a rank whose core another process shares half of. Quiet machines only: the load
-average is printed with each repeat.
+average is printed with each repeat. ``--emulated`` takes plans of three and four ranks instead, on
+shares of this machine's cores (tests.validation.emulated_prediction), and reports them apart.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ from sim.plan.plan import Plan
 from sim.problem import Problem, load_problem
 from sim.report.metrics import pace_of
 from sim.report.record import spans_of_run
+from tests.validation.emulated_prediction import (
+    Rehearsal,
+    emulated_cases,
+    emulated_problem,
+    rehearse,
+)
 
 __all__ = ["Case", "cases", "predicted_s", "problem_on", "summary"]
 
@@ -47,7 +54,7 @@ JOB: dict[str, Any] = {
 SAMPLE = Path(real_runtime.__file__).parent / "sample.txt"
 SPINNER = "while True: pass"
 SKIPPED = 2
-"""First steps of a run that do not count: memory is touched, ranks are pinned."""
+"""First steps of a run that do not count: memory is touched, connections are made."""
 
 
 class Case(NamedTuple):
@@ -121,35 +128,19 @@ def measured_s(case: Case, folder: Path, steps: int) -> float:
     ]  # fmt: skip
     with (
         _shared(cores[case.slowed] if case.slowed >= 0 else -1),
-        # hetlab run takes as many threads per rank as it may use cores per rank.
+        # hetlab run takes as many threads per rank as it may use cores per rank, and pins them.
         subprocess.Popen(
             ["taskset", "-c", ",".join(map(str, cores)), *command],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         ) as run,
     ):  # fmt: skip
         assert run.stderr is not None
-        said = ""
-        pinned = False
-        for line in run.stderr:
-            said += line
-            if "step" in line and not pinned:
-                pinned = True
-                for rank, core in enumerate(cores):
-                    _pin(int((folder / "run" / "pids" / str(rank)).read_text()), core)
+        said = run.stderr.read()
         if run.wait():
             raise SystemExit(said)
     events = [json.loads(x) for x in (folder / "run" / "events.jsonl").read_text().splitlines()]
     seconds = [e["seconds"] for e in events if e["event"] == "step"]
     return float(np.median(seconds[SKIPPED:]))
-
-
-def _pin(process: int, core: int) -> None:
-    """Keep all threads of a process on one core."""
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        try:
-            os.sched_setaffinity(int(thread.name), {core})
-        except ProcessLookupError:  # it ended meanwhile
-            continue
 
 
 @contextmanager
@@ -204,6 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="that count, of each run")
     parser.add_argument("--plans", default="", help="names, separated by commas; all by default")
+    parser.add_argument("--emulated", action="store_true", help="plans of three and four ranks")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="hetlab-prediction-") as temporary:
@@ -212,6 +204,9 @@ def main(argv: list[str] | None = None) -> None:
         os.environ["XDG_STATE_HOME"] = str(folder)
         cluster = Path(args.cluster) if args.cluster else _probe(folder / "profiles", args.quick)
         problem = problem_on(cluster)
+        if args.emulated:
+            _emulated(problem, folder, args)
+            return
         chosen = cases(problem)
         if args.plans:
             chosen = {name: chosen[name] for name in args.plans.split(",")}
@@ -231,6 +226,34 @@ def main(argv: list[str] | None = None) -> None:
     if args.out:
         document = {"predicted_s": predicted, "measured_s": times, "load": loads, **found}
         args.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _emulated(probed: Problem, folder: Path, args: argparse.Namespace) -> None:
+    """Rehearse the plans of three and four ranks, interleaved, and print."""
+    problem = emulated_problem(probed)
+    chosen = emulated_cases(problem)
+    if args.plans:
+        chosen = {name: chosen[name] for name in args.plans.split(",")}
+    runs: dict[str, list[Rehearsal]] = {name: [] for name in chosen}
+    loads = [os.getloadavg()[0]]
+    for k in range(args.repeats):
+        for name, plan in chosen.items():
+            at = folder / name.replace(" ", "-")
+            at.mkdir(exist_ok=True)
+            runs[name].append(rehearse(plan, problem.documents["cluster"], SAMPLE, at, args.steps))
+        loads.append(os.getloadavg()[0])
+        print(f"repeat {k + 1}/{args.repeats}: load average {loads[-1]:.2f}", flush=True)
+    predicted = {n: float(np.median([r.predicted_s for r in x])) for n, x in runs.items()}
+    times = {n: [r.measured_s for r in x] for n, x in runs.items()}
+    found = summary(predicted, {n: float(np.median(t)) for n, t in times.items()})
+    print("emulated, plans of 3 and 4 ranks:")
+    _print(predicted, {n: float(np.median(t)) for n, t in times.items()}, times, found, loads)
+    for name, x in runs.items():
+        scales, late = [r.scale for r in x], max(r.late for r in x)
+        print(f"{name:<20}1 s lasts {np.median(scales):.3g} s, passes late by {late:.1%} at most")
+    if args.out:
+        document = {n: [r._asdict() for r in x] for n, x in runs.items()}
+        args.out.write_text(json.dumps({"runs": document, "load": loads, **found}, indent=2) + "\n")
 
 
 def _print(

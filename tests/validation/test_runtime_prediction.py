@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.validation.emulated_prediction import emulated_cases, emulated_problem
 from tests.validation.runtime_prediction import cases, predicted_s, problem_on, summary
 
 PROBLEM = problem_on("two_processes")
@@ -24,6 +25,24 @@ def test_the_plans_run_and_differ_by_more_than_a_quarter() -> None:
     # Half the speed of one replica: the step takes twice as long, up to the gradients' sum.
     assert 1.8 < times["dp2 slowed"] / times["dp2"] <= 2.0
     assert times["pp2 m8"] < times["pp2 m8 uneven"] < times["dp2 slowed"]
+
+
+def test_the_emulated_plans_run_on_three_and_four_ranks_and_unlike_chips() -> None:
+    pytest.importorskip("torch", reason="the runtime needs PyTorch")
+    from real_runtime.emulate import emulation
+    from real_runtime.support import check_supported
+
+    problem = emulated_problem(PROBLEM)
+    found = emulated_cases(problem)
+    steps = {}
+    for name, plan in found.items():
+        check_supported(plan)
+        assert plan.placement.num_ranks in (3, 4)
+        what = emulation(plan, problem)
+        steps[name] = what.step_s
+        assert max(what.factors) == pytest.approx(2.0 if "unlike" in name else 1.0)
+    assert max(steps.values()) > 1.25 * min(steps.values())
+    assert steps["pp4"] < steps["pp3"] < steps["pp3 uneven"]
 
 
 def test_summary_by_hand() -> None:
