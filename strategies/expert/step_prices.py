@@ -17,7 +17,7 @@ from strategies.expert.layer_cost import (
     nodes_of,
     times_of,
 )
-from strategies.expert.lending import Lending, Shares, shares, static
+from strategies.expert.lending import Lending, Shares, rehomed, shares, static
 from strategies.expert.link_cost import MeanBandwidth
 
 __all__ = ["StepPrices", "priced", "static_loads"]
@@ -48,12 +48,18 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def priced(
-    counts: Ints, costs: Sequence[LayerCosts], lendings: Sequence[Sequence[Lending]]
+    counts: Ints,
+    costs: Sequence[LayerCosts],
+    lendings: Sequence[Sequence[Lending]],
+    state_bytes: float = 0.0,
 ) -> StepPrices:
     """Price all layers of all steps; steps in a row under one lending together.
 
+    An expert whose home changes travels with its parameters and states before everything else.
+
     Args:
         counts: shape (T, L, E, S). costs: of each layer. lendings: [layer][step].
+        state_bytes: [B] of an expert besides its parameters.
     """
     shape, devices = counts.shape[:2], counts.shape[3]
     times = np.zeros((6, *shape))
@@ -61,9 +67,11 @@ def priced(
     copies = np.zeros((shape[0], devices))
     for number, (each, row) in enumerate(zip(costs, lendings, strict=True)):
         for steps in _runs(row):
-            lending = row[steps[0]]
+            lending, before = row[steps[0]], row[max(steps[0] - 1, 0)]
             placed = [shares(counts[t, number], lending, nodes_of(each)) for t in steps]
             times[:, steps, number] = _times(each, placed, lending)
+            changed = rehomed(before, lending) * (each.param_bytes + state_bytes)
+            times[4, steps[0], number] += float(exchange_s(each.links, changed))
             loads[steps, number] = [p.work.sum(axis=0) for p in placed]
             copies[steps] += copy_bytes(each, lending)
     dispatch, combine, fec, bec, trans, agg = times
@@ -101,7 +109,7 @@ def _times(costs: LayerCosts, placed: Sequence[Shares], lending: Lending) -> Flo
         return found
     forward, backward = expert_s(costs.experts, np.stack([p.work for p in placed]))
     nbytes = np.stack([p.sent for p in placed]).astype(np.float64) * costs.token_bytes
-    found[0], found[1] = _exchanges(costs, nbytes)
+    found[0], found[1] = (t * costs.exchange_factor for t in _exchanges(costs, nbytes))
     found[2], found[3] = forward.max(axis=1), backward.max(axis=1)
     return found
 

@@ -26,7 +26,7 @@ __all__ = ["Balancing", "StepCosts", "StepTimes", "step_times"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Chooses = Callable[[Ints, LayerCosts, int], Lending]
+Chooses = Callable[[Ints, LayerCosts, int, Lending | None], Lending]
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -38,6 +38,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         before_s, after_s: [s] forward before the first experts; all other dense work.
         counts_s: [s] of gathering a layer's counts.
         sync_s, optimizer_s: [s] sum of dense gradients; update.
+        state_bytes: [B] that an expert takes along when its home changes, besides parameters.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -46,6 +47,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     counts_s: float = 0.0
     sync_s: float = 0.0
     optimizer_s: float = 0.0
+    state_bytes: float = 0.0
 
 
 class Balancing(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +133,7 @@ def step_times(routing: Routing, costs: StepCosts, balancing: Balancing) -> Step
     _check(routing, costs, balancing)
     counts = routing.counts
     searched = _searched(len(counts), balancing)
-    found = priced(counts, costs.layers, _lendings(counts, costs, balancing))
+    found = priced(counts, costs.layers, _lendings(counts, costs, balancing), costs.state_bytes)
     trans, agg = _exposed(costs, found, balancing)
     transfer = found.trans.sum(axis=1) + found.agg.sum(axis=1)
     exchange = 2 * (found.dispatch + found.combine).sum(axis=1)
@@ -188,7 +190,7 @@ def _lendings(counts: Ints, costs: StepCosts, balancing: Balancing) -> list[list
         for step in range(len(counts)):
             known = step if balancing.fresh else step - 1
             if known >= 0 and due[known]:
-                now = choose(counts[known, number], each, balancing.budget)
+                now = choose(counts[known, number], each, balancing.budget, now)
             row.append(now)
         found.append(row)
     return found

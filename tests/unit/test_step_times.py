@@ -16,7 +16,7 @@ from strategies.expert.layer_cost import (
     released,
     scheduled_s,
 )
-from strategies.expert.lending import static
+from strategies.expert.lending import Lending, static
 from strategies.expert.routing import Routing
 from strategies.expert.routing_synthetic import drawn
 from strategies.expert.step_times import Balancing, StepCosts, step_times
@@ -25,7 +25,7 @@ EVEN, HOT = [[2, 2], [2, 2]], [[4, 3], [0, 1]]
 NONE = get_balancer("none")
 
 
-def lend_all(counts, costs, budget):
+def lend_all(counts, costs, budget, previous):
     """Lend the hottest expert to everybody unless its layer is even."""
     plain, total = static(*counts.shape), counts.sum(axis=1)
     if total.max() == total.min():
@@ -82,7 +82,7 @@ def test_what_its_window_does_not_hold_is_exposed():
 def test_plans_come_from_the_step_before_and_are_kept():
     known = []
 
-    def seen(counts, costs, budget):
+    def seen(counts, costs, budget, previous):
         known.append(int(counts[0, 0]))
         return static(*counts.shape)
 
@@ -147,6 +147,25 @@ def test_steps_under_one_lending_cost_what_each_costs():
     assert (step_times(alone, costs, kept).seconds == whole.seconds[:2]).all()
     assert (whole.loads.sum(axis=2) == 4 * 512).all()
     assert (plain.loads == plain.static_loads).all() and (plain.rb == 1.0).all()
+
+
+def test_an_expert_that_moves_takes_its_states_along():
+    def swapped(counts, costs, budget, previous):
+        home = np.array([1, 0])
+        return Lending(hosts=home[:, None] == np.arange(2), home=home)
+
+    routing = Routing(np.array([[EVEN, EVEN]] * 3))
+    costs = msgspec.structs.replace(miniature(), state_bytes=2.5)
+    found = step_times(routing, costs, Balancing(balancer=swapped, budget=0))
+    assert found.transfer_s.tolist() == [0.0, 2 * (1.5 + 2.5) / 4.0, 0.0]
+
+
+def test_the_factor_on_exchanges_holds_in_every_step():
+    routing = Routing(np.array([[HOT, EVEN]] * 3))
+    plain = Balancing(balancer=NONE, budget=0)
+    dear = miniature(exchange_factor=2.0)
+    once, twice = (step_times(routing, c, plain).exchange_s for c in (miniature(), dear))
+    assert once.tolist() == [5.0] * 3 and twice.tolist() == [10.0] * 3
 
 
 def test_refused():
