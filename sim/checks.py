@@ -38,7 +38,7 @@ _SIGNS = {
     "plan": ("placement",),
     "cluster": ("sites",),
     "job": ("global_batch",),
-    "model": ("model_type", "text_config", "blocks", "architectures"),
+    "model": ("model_type", "text_config", "blocks", "architectures", "num_hidden_layers"),
     "accelerator": ("peaks",),
     "node": ("chips",),
     "host": ("cores",),

@@ -21,6 +21,7 @@ from sim.hardware.check import inherit_ports, machine_problems
 from sim.hardware.machine import Machine
 from sim.model.graph import Model
 from sim.model.load import load_model_source
+from sim.model.sizes import published, published_names
 from sim.spec.cluster import ClusterDoc, ProfilesDoc
 from sim.spec.fields import Stated
 from sim.spec.job import Job, JobDoc, job_from_doc
@@ -186,6 +187,10 @@ def _by_document(overrides: Sequence[str]) -> dict[str, list[str]]:
 def _source(part: str, given: Input, catalog: Catalog | None) -> Source:
     if isinstance(given, dict):
         return Source(given, part)
+    if part == "model" and not Path(given).exists():
+        known = published(str(given))
+        if known is not None:
+            return known
     kind, suffix = part + "s", ".json" if part == "model" else ".yaml"
     if not Path(given).exists() and Path(given).name == str(given) and not Path(given).suffix:
         names = sorted(
@@ -199,7 +204,8 @@ def _source(part: str, given: Input, catalog: Catalog | None) -> Source:
             raise InputError(
                 f"neither a file nor a bundled {part}",
                 file=str(given),
-                expected="a path, or one of " + ", ".join(names),
+                expected="a path, or one of "
+                + ", ".join((*names, *(published_names() if part == "model" else ()))),
             )
         if part == "cluster" and catalog is not None:
             doc = catalog.cluster(str(given))

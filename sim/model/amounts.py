@@ -275,11 +275,14 @@ def _floats(values: object) -> Floats:
 
 
 def _tied(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, int], ...]:
-    first: dict[str, int] = {}
+    """Pairs of neighbouring holders: a range with n holders contains n - 1 of them."""
+    holder: dict[str, int] = {}
     found = []
     for i, block in enumerate(blocks):
-        if block.shares and first.setdefault(block.shares, i) != i:
-            found.append((first[block.shares], i, block.params))
+        if block.shares in holder:
+            found.append((holder[block.shares], i, block.params))
+        if block.shares:
+            holder[block.shares] = i
     return tuple(found)
 
 

@@ -1,97 +1,20 @@
 """Hugging Face ``config.json`` -> sizes of a transformer, offline and without their library.
 
-A family is one entry of ``FAMILIES``; spellings of a key are one entry of ``ALIASES``. An unknown
-``model_type`` is refused with the list of known ones, because a guess would be wrong silently.
+A family is one entry of ``families.FAMILIES``, spellings of a key one of ``families.ALIASES``. An
+unknown ``model_type`` is refused with the list of known ones: a guess would be wrong silently.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from sim.errors import InputError
+from sim.model.families import ALIASES, FAMILIES, Family
 from sim.model.shape import Mla, Moe, Shape
 from sim.spec.load import Source
 
-__all__ = ["ALIASES", "FAMILIES", "Family", "is_hf_config", "read_shape"]
-
-ALIASES: dict[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
-    "vocab": ("vocab_size",),
-    "max_seq": ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "shared_ffn": ("shared_expert_intermediate_size",),
-    "shared_experts": ("n_shared_experts", "num_shared_experts"),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "nope_dim": ("qk_nope_head_dim",),
-    "v_dim": ("v_head_dim",),
-    "bias": ("attention_bias",),
-    "all_bias": ("enable_bias", "use_bias"),
-    "mlp_bias": ("mlp_bias",),
-    "tied": ("tie_word_embeddings",),
-}
-
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ``model_type`` fixes beyond its sizes.
-
-    Args:
-        gated: MLP of three matrices. layer_norm: LayerNorm, else RMSNorm.
-        attention_norms, mlp_norms: norms per block. qk_norm: per-head norm of queries and keys.
-        bias: "none", "qkv" (queries, keys and values), "all" (every product), "key" (as the
-            config's attention_bias and mlp_bias say).
-        learned_positions: rows of the position table beyond max_seq; None for rotary or ALiBi.
-        tied: default of tie_word_embeddings. head_dim: default, 0 for hidden / heads.
-        ffn_ratio: default inner width over hidden; 0 makes the key required.
-        embedding_norm: a norm follows the embedding. moe: where expert sizes come from. mla: latent
-            attention.
-    """
-
-    gated: bool = True
-    layer_norm: bool = False
-    attention_norms: int = 1
-    mlp_norms: int = 1
-    qk_norm: bool = False
-    bias: Literal["none", "qkv", "all", "key"] = "none"
-    learned_positions: int | None = None
-    tied: bool = False
-    head_dim: int = 0
-    ffn_ratio: int = 0
-    embedding_norm: bool = False
-    moe: Literal["none", "mixtral", "qwen", "deepseek"] = "none"
-    mla: bool = False
-
-
-_GPT = Family(gated=False, layer_norm=True, bias="all", tied=True, ffn_ratio=4)
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(bias="key"),
-    "mistral": Family(),
-    "qwen2": Family(bias="qkv"),
-    "qwen3": Family(bias="key", qk_norm=True, head_dim=128),
-    "gemma": Family(bias="key", tied=True, head_dim=256),
-    "gemma2": Family(bias="key", tied=True, head_dim=256, attention_norms=2, mlp_norms=2),
-    "mixtral": Family(moe="mixtral"),
-    "qwen2_moe": Family(bias="qkv", moe="qwen"),
-    "qwen3_moe": Family(bias="key", qk_norm=True, head_dim=128, moe="qwen"),
-    "deepseek_v2": Family(bias="key", moe="deepseek", mla=True),
-    "deepseek_v3": Family(bias="key", moe="deepseek", mla=True),
-    "gpt2": msgspec.structs.replace(_GPT, learned_positions=0),
-    "gpt_neox": msgspec.structs.replace(_GPT, tied=False),
-    "opt": msgspec.structs.replace(_GPT, learned_positions=2),
-    "bloom": msgspec.structs.replace(_GPT, embedding_norm=True),
-}
+__all__ = ["is_hf_config", "read_shape"]
 
 
 def is_hf_config(data: dict[str, Any]) -> bool:
@@ -119,7 +42,8 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
         raise config.error(
             "unknown model_type" + (f"; the nearest known one is {close[0]}" if close else ""),
             "model_type",
-            "one of " + ", ".join(sorted(FAMILIES)),
+            "one of " + ", ".join(sorted(FAMILIES)) + "; nothing is assumed of an unknown one: "
+            "where its layers are those of a known one, write that model_type",
         )
     hidden, heads = config.size("hidden"), config.size("heads")
     mla = _mla(config) if family.mla else None
@@ -128,11 +52,12 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
     if heads % kv_heads:
         raise config.error(f"{heads} query heads over {kv_heads}", "kv_heads", "a divisor of them")
     layers, max_seq = config.size("layers"), config.size("max_seq", 0)
-    ffn = config.size("ffn", family.ffn_ratio * hidden or None)
+    ffn = config.size("ffn", config.size("ffn_ratio", family.ffn_ratio) * hidden or None)
     attention_bias, mlp_bias = _biases(config, family)
     learned = family.learned_positions
     embedding_dim = config.size("word_embed_proj_dim", hidden)
-    post_norm = config.data.get("do_layer_norm_before") is False
+    post_norm = config.data.get("do_layer_norm_before") is False or not family.final_norm
+    types = config.size("token_types", 0)
     shape = Shape(
         name=name,
         family=model_type,
@@ -143,7 +68,7 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
         head_dim=head_dim,
         v_head_dim=config.size("v_dim") if mla else head_dim,
         ffn=ffn,
-        gated=family.gated,
+        gated=_gated(config, family),
         vocab=config.size("vocab"),
         max_seq=max_seq,
         tied=config.flag("tied", family.tied),
@@ -152,16 +77,20 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
         mlp_norms=family.mlp_norms,
         qk_norm=family.qk_norm,
         qkv_bias=attention_bias,
-        out_bias=attention_bias and family.bias != "qkv",
+        out_bias=family.bias == "rest" or (attention_bias and family.bias != "qkv"),
         mlp_bias=mlp_bias,
-        positions=config.size("max_seq") + learned if learned is not None else 0,
+        positions=config.size("max_seq") + learned + types if learned is not None else 0,
         embedding_dim=embedding_dim if embedding_dim != hidden else 0,
         embedding_norm=family.embedding_norm,
         final_norm=not post_norm,
+        causal=family.causal,
+        decoder_layers=config.size("decoder_layers", layers) if family.encoder_decoder else 0,
+        relative_buckets=config.size("buckets", 32) if family.encoder_decoder else 0,
+        head_transform=family.head_transform,
         moe=_moe(config, family, layers),
         mla=mla,
     )
-    return shape, _assumptions(config)
+    return shape, _assumptions(config, shape)
 
 
 class _Config:
@@ -230,7 +159,16 @@ def _biases(config: _Config, family: Family) -> tuple[bool, bool]:
         return config.flag("bias", every), every
     if family.bias == "key":
         return config.flag("bias", False), config.flag("mlp_bias", False)
-    return family.bias == "qkv", False
+    if family.bias == "rest":
+        return False, True
+    return family.bias in ("qkv", "attention"), False
+
+
+def _gated(config: _Config, family: Family) -> bool:
+    """Whether the MLP multiplies two products, e.g. ``feed_forward_proj: gated-gelu``."""
+    if not family.gate_key:
+        return family.gated
+    return str(config.data.get(family.gate_key, "")).startswith("gated")
 
 
 def _mla(config: _Config) -> Mla:
@@ -249,7 +187,8 @@ def _moe(config: _Config, family: Family, layers: int) -> Moe | None:
     if top_k > experts:
         raise config.error(f"{top_k} experts per token of {experts}", "top_k", f"up to {experts}")
     data = config.data
-    ffn = config.size("ffn") if family.moe == "mixtral" else config.size("expert_ffn")
+    whole = family.moe in ("mixtral", "gpt_oss")  # all layers alike: one width
+    ffn = config.size("ffn" if whole else "expert_ffn")
     dense: set[int] = set()
     if family.moe == "qwen":
         step = config.size("decoder_sparse_step", 1) or 1
@@ -267,18 +206,24 @@ def _moe(config: _Config, family: Family, layers: int) -> Moe | None:
         ffn=ffn,
         shared_ffn=shared,
         shared_gate=family.moe == "qwen" and shared > 0,
-        selection_bias=data.get("topk_method") == "noaux_tc",
+        selection_bias=data.get("topk_method") == "noaux_tc" or family.moe == "gpt_oss",
+        expert_bias=family.moe == "gpt_oss",
         dense_layers=tuple(sorted(dense)),
     )
 
 
-def _assumptions(config: _Config) -> tuple[str, ...]:
+def _assumptions(config: _Config, shape: Shape) -> tuple[str, ...]:
     data, notes = config.data, []
     window = data.get("sliding_window")
     if window and data.get("use_sliding_window", True):
         notes.append(f"attention is costed over the whole sequence, not a window of {window}")
     if data.get("num_nextn_predict_layers"):
         notes.append("layers that predict further tokens are left out")
+    if shape.decoder_layers:
+        notes.append("the decoder's sequences are taken to be as long as the encoder's")
+        notes.append("gradients of the shared embedding meet between first and last stage only")
+    if not shape.causal:
+        notes.append("every token is predicted, where a masked model predicts some")
     if config.path:
         notes.append("only the text part of the model is read")
     return tuple(notes)

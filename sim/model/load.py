@@ -1,4 +1,4 @@
-"""Model files -> Model: a Hugging Face ``config.json`` or a table of measured times."""
+"""Model files -> Model: a Hugging Face ``config.json``, plain sizes, or measured times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from sim.errors import InputError
 from sim.model.graph import Block, Edge, MeasuredTime, Model, Saved
 from sim.model.hf import is_hf_config, read_shape
+from sim.model.sizes import is_sizes, model_from_sizes
 from sim.model.transformer import build_model
 from sim.spec.load import Source, read_source, validate
 from sim.spec.measured import MeasuredBlockDoc, MeasuredDoc, MeasuredTimeDoc, expand_range
@@ -43,13 +44,15 @@ def load_model_source(
     if is_hf_config(source.data):
         shape, assumptions = read_shape(source, name or _name_of(source))
         return build_model(shape, flash, dropout, assumptions)
+    if is_sizes(source.data):
+        return model_from_sizes(source, flash, dropout, name)
     if "times" in source.data or "blocks" in source.data:
         return _measured(validate(MeasuredDoc, source), source)
     raise InputError(
-        "neither a Hugging Face config nor a table of measured times",
+        "neither a Hugging Face config, nor sizes, nor a table of measured times",
         source.file,
         found=", ".join(list(source.data)[:6]),
-        expected="model_type: ..., or blocks: and times:",
+        expected="model_type: ..., or mlp: with sizes, or blocks: and times:",
     )
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer, whatever family they come from."""
+"""The sizes of a transformer, whatever family they come from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Moe(msgspec.Struct, frozen=True, kw_only=True):
         num_experts: routed experts per layer. top_k: experts each token visits.
         ffn: inner width of a routed expert. shared_ffn: of all shared experts together, 0 for none.
         shared_gate: the shared expert's output is scaled by a learned gate.
-        selection_bias: the router has a bias per expert.
+        selection_bias: the router has a bias per expert. expert_bias: the experts' products do.
         dense_layers: layers that have an ordinary MLP instead.
     """
 
@@ -39,11 +39,12 @@ class Moe(msgspec.Struct, frozen=True, kw_only=True):
     shared_ffn: int = 0
     shared_gate: bool = False
     selection_bias: bool = False
+    expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a decoder-only transformer.
+    """Sizes of a transformer: a decoder, an encoder, or both.
 
     Args:
         name, family: for people. num_layers, hidden, heads, kv_heads, head_dim: as usual.
@@ -56,6 +57,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         positions: rows of a learned position table, 0 for none.
         embedding_dim: width of the embedding if it is projected to ``hidden``, else 0.
         embedding_norm, final_norm: whether there is one.
+        causal: the layers see earlier tokens only. decoder_layers: layers of a decoder behind
+            these, which then are an encoder; 0 for none.
+        relative_buckets: rows of a position bias that all layers of a stack share, per head.
+        head_transform: a product, a norm and biases lie before and behind the vocabulary product.
         moe, mla: variants.
     """
 
@@ -83,6 +88,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     embedding_dim: int = 0
     embedding_norm: bool = False
     final_norm: bool = True
+    causal: bool = True
+    decoder_layers: int = 0
+    relative_buckets: int = 0
+    head_transform: bool = False
     moe: Moe | None = None
     mla: Mla | None = None
 

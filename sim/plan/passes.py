@@ -132,11 +132,11 @@ def _gradients(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> lis
                 ops.append(Op(kind="REDUCE_GRAD", stage=op.stage))
                 if op.stage in experts:
                     ops.append(Op(kind="REDUCE_GRAD", stage=op.stage, label=EXPERTS, group="edp"))
+        shared = [stage for stage in sorted(last) if stage in tied]
+        if shared:
+            ops.append(_tied(shared, ops, replicated))
         for stage in sorted(last):
-            if stage in tied:
-                ops.append(_tied(stage, ops, replicated))
-        for stage in sorted(last):
-            ops.append(_optimizer(stage, ops, stage in tied))
+            ops.append(_optimizer(stage, ops, shared[-1] if stage in shared else -1))
         if plan.mathematics.zero and replicated:
             for stage in sorted(last):
                 updated = (Dep(f"{stage}OPT"),)
@@ -149,18 +149,28 @@ def _gradients(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> lis
     return out
 
 
-def _tied(stage: int, ops: list[Op], replicated: bool) -> Op:
-    """First and last stage add up the gradient of the parameter they share (tied embedding)."""
-    last = next(op for op in reversed(ops) if op.stage == stage and op.kind in ("B", "W"))
-    source = f"{stage}REDUCE_GRAD" if replicated else last.name
-    return Op(kind="ALL_REDUCE", stage=stage, label="embed", group="embed", deps=(Dep(source),))
+def _tied(stages: list[int], ops: list[Op], replicated: bool) -> Op:
+    """The positions add up the gradient of the parameter they share (tied embedding), each once.
+
+    Args:
+        stages: virtual stages of this position that hold it, growing; the op is the last one's.
+        ops: of the position so far. replicated: replicas have added up theirs before.
+    """
+    sources = []
+    for stage in stages:
+        last = next(op for op in reversed(ops) if op.stage == stage and op.kind in ("B", "W"))
+        sources.append(Dep(f"{stage}REDUCE_GRAD" if replicated else last.name))
+    return Op(
+        kind="ALL_REDUCE", stage=stages[-1], label="embed", group="embed", deps=tuple(sources)
+    )
 
 
-def _optimizer(stage: int, ops: list[Op], tied: bool) -> Op:
-    if not tied:
+def _optimizer(stage: int, ops: list[Op], tied: int) -> Op:
+    """The update of a stage; ``tied`` is the stage whose op adds up what it shares, -1 for none."""
+    if tied < 0:
         return Op(kind="OPT", stage=stage)
     reduces = [Dep(op.name) for op in ops if op.stage == stage and op.kind == "REDUCE_GRAD"]
-    return Op(kind="OPT", stage=stage, deps=(*reduces, Dep(f"{stage}ALL_REDUCE[embed]")))
+    return Op(kind="OPT", stage=stage, deps=(*reduces, Dep(f"{tied}ALL_REDUCE[embed]")))
 
 
 PASSES: dict[str, Pass] = {
