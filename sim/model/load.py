@@ -49,7 +49,7 @@ def load_model_source(
     if "times" in source.data or "blocks" in source.data:
         return _measured(validate(MeasuredDoc, source), source)
     raise InputError(
-        "neither a Hugging Face config, nor sizes, nor a table of measured times",
+        "neither a Hugging Face config nor a table of sizes or measured times",
         source.file,
         found=", ".join(list(source.data)[:6]),
         expected="model_type: ..., or mlp: with sizes, or blocks: and times:",
