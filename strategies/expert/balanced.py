@@ -39,6 +39,8 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
         slots: experts that a device has room for besides its own, in every layer.
         period: steps from one search to the next.
         overlap: transfers pass behind the layer before; else the layer waits for them.
+        eager: so do those of the first layer, behind what lies before it; else it waits for them,
+            as in Pro-Prophet.
         fresh: a step waits for a search on its own counts (blocking only); else it uses the one of
             the step before.
         alpha: of "pro-prophet": a layer is balanced where its fullest device has less than alpha
@@ -46,8 +48,9 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
             lent on few devices; the paper names none.
         search_s: [s] that a search takes. The default is what LAER-MoE's planner takes for 64
             devices (0.49 to 1.75 ms, from the figures of its artifact), a stand-in for ours.
-        popularity: of the experts, for routing that is drawn from the run's seed. The default is a
-            stand-in: unevenness and drift of the order of published traces.
+        popularity: of the experts, for routing that is drawn from the run's seed. The default is
+            calibrated to a trace that LAER-MoE's artifact holds (16 experts, top 4, see
+            strategies.expert.routing_calibrate).
         trace: file of counts instead, see strategies.expert.routing_files; "" for none.
     """
 
@@ -55,10 +58,11 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
     slots: Annotated[int, msgspec.Meta(ge=0)] = 2
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     overlap: bool = True
+    eager: bool = False
     fresh: bool = False
     alpha: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     search_s: Annotated[float, msgspec.Meta(ge=0)] = 5e-4
-    popularity: Popularity = Popularity(sigma=0.6, step=0.1, concentration=100.0)
+    popularity: Popularity = Popularity(sigma=0.66, phi=0.947, step=0.2, concentration=144.0)
     trace: str = ""
 
 
@@ -84,8 +88,8 @@ class Balanced:
                 BalancedKnobs(),
                 BalancedKnobs(balancer="fastermoe", overlap=False, fresh=True),
                 BalancedKnobs(balancer="pro-prophet"),
-                BalancedKnobs(balancer="spread"),
-                BalancedKnobs(balancer="spread", period=4),
+                BalancedKnobs(balancer="spread", eager=True),
+                BalancedKnobs(balancer="spread", eager=True, period=4),
             )
         )
 
@@ -112,6 +116,7 @@ class Balanced:
             "relayed": relayed,
             "slots": knobs.slots if lends else 0,
             "overlap": knobs.overlap,
+            "eager": knobs.eager,
             "search": LENT if lends and search else "",
             "fresh": knobs.fresh,
         }

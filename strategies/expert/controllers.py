@@ -9,13 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.plan.tables import controller
+from strategies.expert.balancers import Balancer, get_balancer
 from strategies.expert.expert_cost import expert_s
 from strategies.expert.journeys import copies_back, copies_out, journey_s, tokens_back, tokens_out
 from strategies.expert.layer_cost import LayerCosts, costs_from_plain, nodes_of
 from strategies.expert.lending import Lending, Split, moved, rehomed, shares, static
 from strategies.expert.link_cost import MeanBandwidth
+from strategies.expert.pro_prophet import pro_prophet
+from strategies.expert.spread import spread
 
-__all__ = ["lend_experts"]
+__all__ = ["lend_experts", "searching"]
 
 Floats = NDArray[np.float64]
 Row = dict[str, Any]
@@ -57,16 +60,14 @@ def lend_experts(
         "move" and "reduce" [B], each (D, D), with their parts ".0" and ".1"; "tokens" of each
         device (D,); and the lending that the search made.
     """
-    from strategies.expert.balancers import get_balancer
-
-    before, search = read["lent@1"], get_balancer(balancer)
+    before, search = read["lent@1"], searching(balancer, options)
     turn = (int(before["turn"]) + 1) % period if before else 0
     row: Row = {"turn": turn, "searched": float(turn == 0)}
     known = [costs_from_plain(dict(plain)) for plain in costs]
     for layer, number in layers.items():
         counts, at = np.asarray(read["routing"][layer], np.int64), known[number]
         last = _lending(before, layer) if before else static(*counts.shape)
-        plan = last if turn else search(counts, at, budget, **options)
+        plan = last if turn else search(counts, at, budget, last)
         homes = rehomed(last, plan)
         if not fresh:
             homes = np.asarray(before[f"{layer}.homes"] if before else np.zeros_like(homes))
@@ -83,6 +84,26 @@ def lend_experts(
         for key, value in found.items():
             row[f"{layer}.{key}"] = value.tolist() if isinstance(value, np.ndarray) else value
     return row
+
+
+def searching(name: str, options: Mapping[str, Any]) -> Balancer:
+    """Return a balancer with keywords of its own.
+
+    Args:
+        name: see strategies.expert.balancers. options: keywords of "pro-prophet" and "spread".
+
+    Raises:
+        InputError: no balancer of this name.
+    """
+    if name == "pro-prophet" and options:
+        return lambda counts, costs, budget, _=None, /: pro_prophet(
+            counts, costs, budget, **options
+        )
+    if name == "spread" and options:
+        return lambda counts, costs, budget, previous=None, /: spread(
+            counts, costs, budget, previous=previous, **options
+        )
+    return get_balancer(name)
 
 
 def _lending(row: Row, layer: str) -> Lending:

@@ -131,6 +131,7 @@ def costs_of(
         fnec_s=forward,
         bnec_s=backward,
         plan_s=plan_s,
+        exchange_factor=max(chip.ep_cost for chip in chips),
     )
 
 

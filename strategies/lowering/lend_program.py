@@ -40,6 +40,8 @@ class LendArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=
         relayed: exchanges have two halves, with .1 behind for the second.
         slots: experts that each device may be lent per layer; 0 lists no transfers.
         overlap: scheduled, else blocking.
+        eager: scheduled, the first layer of a stage does not wait either: its parameters leave as
+            soon as they are updated, its gradients as soon as they are there.
         search: table whose key "searched" says whether a step searches; "" lists no search. Its
             work is the plan's amount "search".
         fresh: the transfers wait for the search of their own step, else for that of the one before.
@@ -50,6 +52,7 @@ class LendArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=
     relayed: bool = False
     slots: Annotated[int, msgspec.Meta(ge=0)] = 0
     overlap: bool = True
+    eager: bool = False
     search: str = ""
     fresh: bool = False
 
@@ -111,16 +114,19 @@ class Writer:
     def _forward(self, op: Op, before: tuple[Dep, ...], entry: tuple[Dep, ...]) -> tuple[Dep, ...]:
         again = "_r" if op.kind == "R" else ""
         key, given = (op.stage, op.label), self.given
-        gated = self._add(msgspec.structs.replace(op, deps=before))
         first = op.kind == "F" and op.mb == self.layers.first[op.stage]
         last = op.kind == "F" and op.mb == self.layers.last_forward[op.stage]
+        lends, hidden = first and given.slots > 0, given.overlap and key in self.layers.before
+        eager = lends and given.overlap and given.eager and not hidden
+        if eager:
+            self._move(key, -1, ())
+        gated = self._add(msgspec.structs.replace(op, deps=before))
         if given.search and given.fresh and first:
             gated = (*gated, *self._search(op, gated))
         sent = self._exchange(op, f"dispatch{again}", gated)
         if given.search and not given.fresh and last:
             self._search(op, gated)
-        lends = first and given.slots > 0
-        if lends and not (given.overlap and key in self.layers.before):
+        if lends and not hidden and not eager:
             self._move(key, -1, sent)
         next_one = self.layers.after.get(key) if lends and given.overlap else None
         if next_one:
@@ -146,7 +152,7 @@ class Writer:
         if lends:
             hidden = given.overlap and key in self.layers.before
             summed = self._return(key, 0 if hidden else -1, back)
-            waits = back if hidden else summed
+            waits = back if hidden or (given.overlap and given.eager) else summed
         return self._add(msgspec.structs.replace(op, deps=(*waits, *entry)))
 
     def _split_back(self, op: Op, made: tuple[Dep, ...]) -> None:

@@ -18,6 +18,7 @@ from sim.plan.plan import Table
 from sim.problem import Problem, load_problem
 from strategies.compose import compose
 from strategies.expert.balancers import get_balancer
+from strategies.expert.controllers import searching
 from strategies.expert.draft_costs import costs_of, expert_layers
 from strategies.expert.routing import Routing
 from strategies.expert.routing_synthetic import drawn
@@ -63,6 +64,11 @@ def engine(experts: int, plan: PlanDraft, **how: Any) -> Run:
     return simulate(lower(given_, plan), given_, steps=STEPS, overlap=False, **how)
 
 
+def states(plan: PlanDraft) -> float:
+    found: float = plan.tables["lent"].parameters["state_bytes"]
+    return found
+
+
 def seconds(run: Run) -> np.ndarray:
     graph, end = run.layout.graph, run.outcome.end
     finish = [float(end[graph.step == s].max()) for s in range(STEPS)]
@@ -91,23 +97,21 @@ def test_the_engine_equals_the_closed_form(
         costs_of(problem(experts), plan, layer) for layer in expert_layers(problem(experts), plan)
     )
     options = {"alpha": 0.0} if name == "pro-prophet" else {}
-
-    def balancer(counts: Any, costs: Any, budget: int) -> Any:
-        return get_balancer(name)(counts, costs, budget, **options)
-
+    balancer = searching(name, options)
     how = Balancing(balancer=balancer, budget=3, period=period, fresh=fresh, scheduled=not fresh)
     none = Balancing(balancer=get_balancer("none"), budget=0)
     rest = seconds(engine(experts, draft(experts, even, {}), contention=False))[0]
     fixed = rest - step_times(even, StepCosts(layers=layers), none).seconds[0]
-    found = step_times(routing, StepCosts(layers=layers, after_s=fixed), how)
+    costs = StepCosts(layers=layers, after_s=fixed, state_bytes=states(plan))
+    found = step_times(routing, costs, how)
     run = engine(experts, plan, contention=False)
-    if name != "eplb":  # whose experts move house, which the formula leaves out
-        # Two parts of a transfer have a latency each, and end when the slower of two does.
-        latency = 1e-5 * 2 * len(layers)
-        ours = seconds(run)
+    ours = seconds(run)
+    # Two parts of a transfer have a latency each, and end when the slower of two does.
+    latency = 1e-5 * 2 * len(layers)
+    assert np.all(ours <= found.seconds * (1 + 1e-6) + latency)
+    if name != "eplb":  # which moves experts beside the copies, and the formula before them
         assert np.all(ours >= found.seconds * (1 - 1e-9))
-        assert ours == pytest.approx(found.seconds, abs=latency, rel=1e-6)
-        if name in ("none", "fastermoe"):
-            assert ours == pytest.approx(found.seconds, rel=1e-9)
+    if name in ("none", "fastermoe"):
+        assert ours == pytest.approx(found.seconds, rel=1e-9)
     whole = engine(experts, plan, contention=False, fold=False)
     assert seconds(whole) == pytest.approx(seconds(run), rel=1e-9)

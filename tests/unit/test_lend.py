@@ -148,6 +148,21 @@ def test_transfers_stand_once_a_step() -> None:
     assert not [op for op in walk(expand(plain)[0]) if op.kind == "MOVE_EXPERT"]
 
 
+def test_eager_transfers_of_the_first_layer_hold_nobody_up() -> None:
+    """Parameters leave before the first forward, and no backward waits for gradients."""
+    _, ops = lending(eager=True, search="lent")
+    by_name = {op.name: {d.name for d in op.deps or ()} for op in ops}
+    names = [op.name for op in ops]
+    assert names.index("0MOVE_EXPERT[l0]") < names.index("0F0[l0]")
+    assert by_name["0MOVE_EXPERT[l0]"] == {"0OPT", "0HOST[l0]"}
+    assert "0MOVE_EXPERT[l0]" in by_name["0F0[l0/experts]"]
+    assert by_name["0B1[l0]"] == {"0ALL_TO_ALL1[l0/dispatch_b]"}
+    _, ops = lending(search="lent")
+    waits = {op.name: {d.name for d in op.deps or ()} for op in ops}
+    assert waits["0B1[l0]"] == {"0REDUCE_EXPERT[l0]"}
+    assert "0ALL_TO_ALL0[l0/dispatch]" in waits["0MOVE_EXPERT[l0]"]
+
+
 def test_slots_take_memory() -> None:
     """Parameters and gradients of two experts in each of a stage's two layers."""
     problem = small()
