@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sim.plan.deps import resolve
+from sim.plan.deps import of_experts, resolve, segment_of
 from sim.plan.flat import flatten
 from sim.plan.op import Dep, Op
 from sim.plan.placement import Segment
@@ -66,13 +66,16 @@ class Layers:
         order = mine if op.kind in FORWARD else mine[::-1]
         return [msgspec.structs.replace(op, label=s.name, deps=()) for s in order]
 
-    def later(self, key: Key) -> list[Dep]:
-        """What the first forward of a segment waits for of steps before: its update."""
+    def updated(self, key: Key) -> list[Dep]:
+        """What makes the experts of a segment new and whole, in the step before."""
         stage, name = key
-        for op in self.ops:
-            if op.kind == "F" and op.stage == stage and op.label in ("", name):
-                return [d for d in op.deps or () if d.distance]
-        return []
+
+        def makes(op: Op) -> bool:
+            whole = op.kind == "UNSHARD" and of_experts(op.label)
+            return op.mb < 0 and (whole or op.kind in ("OPT", "H2D"))
+
+        mine = [op for op in self.ops if op.stage == stage and segment_of(op.label) in ("", name)]
+        return [Dep(op.name, 1) for op in mine if makes(op)]
 
     def keeps(self, op: Op) -> str:
         """What the forward behind a pass of a segment keeps."""

@@ -204,7 +204,7 @@ class Writer:
     def _move(self, key: Key, part: int, behind: tuple[Dep, ...]) -> None:
         """Parameters go out once they are updated and it is known where to."""
         planned = (Dep(f"{key[0]}HOST[{key[1]}]", 1),) if self.given.search else ()
-        deps = (*behind, *self.layers.later(key), *(() if self.given.fresh else planned))
+        deps = (*behind, *self.layers.updated(key), *(() if self.given.fresh else planned))
         made = self._transfer("MOVE_EXPERT", key, part, "move", deps)
         self.moves[key].append(made[0].name)
 

@@ -148,6 +148,24 @@ def test_transfers_stand_once_a_step() -> None:
     assert not [op for op in walk(expand(plain)[0]) if op.kind == "MOVE_EXPERT"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "updated"),
+    [
+        ({"pp": 2}, {"0OPT"}),
+        ({"ep": 4, "zero": 1}, {"0OPT", "0UNSHARD[experts]"}),
+        ({"zero": 2}, {"0OPT[l1]", "0UNSHARD[l1/experts]"}),
+        ({"zero": 3}, {"0OPT[l1]"}),
+    ],
+)
+def test_what_is_lent_is_updated_before(sizes: dict[str, Any], updated: set[str]) -> None:
+    """Parameters leave behind the update of the step before, gathered where it shards them."""
+    _, plan, _ = both(8 if "pp" not in sizes else 16, {"slots": 1}, **({"ep": 8} | sizes))
+    ops = {op.name: op for op in walk(expand(plan)[0])}
+    for part in (0, 1):
+        deps = ops[f"0MOVE_EXPERT.{part}[l1]"].deps or ()
+        assert {d.name for d in deps if d.distance == 1} == updated
+
+
 def test_eager_transfers_of_the_first_layer_hold_nobody_up() -> None:
     """Parameters leave before the first forward, and no backward waits for gradients."""
     _, ops = lending(eager=True, search="lent")
