@@ -39,6 +39,7 @@ __all__ = [
     "scheduled_s",
     "times_of",
     "topology",
+    "transfer_s",
 ]
 
 Floats = NDArray[np.float64]
@@ -114,7 +115,7 @@ def times_of(costs: LayerCosts, placed: Shares, lending: Lending) -> LayerTimes:
     nbytes = placed.sent * costs.token_bytes
     dispatch = journey_s(costs.links, tokens_out(costs.links, nbytes))
     combine = journey_s(costs.links, tokens_back(costs.links, nbytes))
-    trans, agg = _copies_s(costs, lending)
+    trans, agg = transfer_s(costs, lending)
     return LayerTimes(
         dispatch=dispatch * costs.exchange_factor,
         combine=combine * costs.exchange_factor,
@@ -125,8 +126,8 @@ def times_of(costs: LayerCosts, placed: Shares, lending: Lending) -> LayerTimes:
     )
 
 
-def _copies_s(costs: LayerCosts, lending: Lending) -> tuple[float, float]:
-    """Parameters out and gradients back [s]; eq. 4 and 5 with each expert's own set of hosts."""
+def transfer_s(costs: LayerCosts, lending: Lending) -> tuple[float, float]:
+    """Return the times of parameters out and gradients back [s]; eq. 4 and 5, any sets of hosts."""
     number = lending.hosts.sum(axis=1)
     if not (number > 1).any():
         return 0.0, 0.0

@@ -14,17 +14,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.expert.layer_cost import LayerCosts, layer_times, least_s, predicted_of
+from strategies.expert.layer_cost import LayerCosts, LayerTimes, layer_times, least_s, predicted_of
 from strategies.expert.lending import Lending, copies, static
 from strategies.expert.pro_prophet import planned
+from strategies.expert.spare import hidden_spares
 from strategies.expert.spread_state import Trials, Varied
 
 __all__ = ["spread"]
 
 _FAILURES = 2
 """Rounds without a better layer after which the search ends."""
-_WORTH = 5e-3
-"""Gain, relatively, that makes a round one that helped."""
 _SAME = 2e-3
 """Candidates this close, relatively, are equal; then the fewest copies win."""
 _LOOSE = 1e3
@@ -50,8 +49,8 @@ def spread(
     a while, since several experts may have to leave before the layer is faster, and then the expert
     that the fullest receiver waits for is taken. Meanwhile tokens stay near their sources. Where
     Pro-Prophet's plan is better than the result, the search starts again from there; where that is
-    so or computing takes most of the time, a search that levels the devices is made too. Ties go
-    to the lower index.
+    so or computing takes most of the time, a search that levels the devices is made too. At last
+    come the spare copies that nothing waits for. Ties go to the lower index.
 
     Args:
         counts: tokens of each expert from each source, shape (E, S).
@@ -68,27 +67,41 @@ def spread(
         found.append(_priced(counts, costs, previous, scheduled))
         if found[0].seconds - least_s(costs, counts) <= search_s:
             return previous
-    theirs = _Priced(*planned(counts, costs, budget, 0.0, 0, scheduled), 0.0)
+    theirs = _Priced(*planned(counts, costs, budget, 0.0, 0, scheduled), None)
     near = _searched(counts, costs, budget, plain, scheduled, True)
     found += [theirs, near]
     if theirs.seconds < near.seconds and copies(theirs.lending).any():
         found.append(_searched(counts, costs, budget, theirs.lending, scheduled, True))
-    if theirs.seconds < near.seconds or near.compute_s > 0.5 * near.seconds:
+    if theirs.seconds < near.seconds or _computes(near):
         found.append(_searched(counts, costs, budget, plain, scheduled, False))
-    return min(found, key=lambda each: each.seconds).lending
+    best = min(found, key=lambda each: each.seconds)
+    if not scheduled or best.times is None or best.lending.split != "balanced":
+        return best.lending
+    more = _SAME * best.seconds
+    limit = min(best.seconds + more, *(each.seconds for each in found if each not in (best, near)))
+    for lending in hidden_spares(counts, costs, budget, best.lending, best.times, more):
+        if _priced(counts, costs, lending, scheduled).seconds <= limit:
+            return lending
+    return best.lending
 
 
 class _Priced(NamedTuple):
-    """A lending, the layer's predicted time [s], and how much of it the experts compute [s]."""
+    """A lending, the layer's predicted time [s], and that of its parts where they are known."""
 
     lending: Lending
     seconds: float
-    compute_s: float
+    times: LayerTimes | None
 
 
 def _priced(counts: Ints, costs: LayerCosts, lending: Lending, scheduled: bool) -> _Priced:
     times = layer_times(costs, counts, lending)
-    return _Priced(lending, predicted_of(costs, times, scheduled), times.fec + times.bec)
+    return _Priced(lending, predicted_of(costs, times, scheduled), times)
+
+
+def _computes(priced: _Priced) -> bool:
+    """Whether the experts' work is most of the time."""
+    times = priced.times
+    return times is not None and times.fec + times.bec > 0.5 * priced.seconds
 
 
 def _searched(
@@ -108,7 +121,7 @@ def _searched(
         tried[expert] += 1
         trials = layer.tried(expert, _rows(layer, expert, budget))
         layer.take(expert, trials, _choice(trials))
-        if layer.seconds < best_s * (1.0 - _WORTH):
+        if layer.seconds < best_s * (1.0 - 1e-9):
             best, best_s, failures = layer.hosts.copy(), layer.seconds, 0
         else:
             failures += 1

@@ -21,7 +21,7 @@ from strategies.expert.layer_cost import (
     released,
     topology,
 )
-from strategies.expert.lending import checked, loads, static, tokens
+from strategies.expert.lending import Lending, checked, copies, loads, static, tokens
 from strategies.expert.pro_prophet import pro_prophet
 from strategies.expert.spread import spread
 from tests.unit.test_layer_cost import MACHINES, WIDTHS, whole_numbers, zipf
@@ -227,11 +227,27 @@ def test_spread_keeps_a_plan_that_nothing_can_pay_for():
     assert seconds(costs, later, by_name) <= seconds(costs, later, plan)
 
 
+def test_spread_fills_the_budget_with_copies_that_nothing_waits_for():
+    counts = drawn(5)
+    hidden, dear = on("one node", expert=1e4, fnec=1.0), on("one node", expert=1e7, fnec=0.0)
+    plan = spread(counts, hidden, 2)
+    times = layer_times(hidden, counts, plan)
+    assert copies(plan).tolist() == [2] * 8
+    assert seconds(hidden, counts, plan) == pytest.approx(
+        2 * (times.dispatch + times.combine) + times.fec + times.bec
+    )
+    few = spread(counts, dear, 2)
+    assert copies(few).sum() < 16
+    later = drawn(5) + np.random.default_rng(0).integers(0, 40, (8, 8))
+    tight = Lending(hosts=few.hosts, home=few.home, split="balanced")
+    assert loads(tokens(later, plan)).max() <= loads(tokens(later, tight)).max()
+
+
 def test_spread_prefers_the_own_node():
     # One hot expert, tokens of node 0 only: a copy on the other node would pay the NIC for nothing.
     counts = np.full((8, 8), 4)
     counts[0, :4], counts[0, 4:] = 400, 0
-    plan = spread(counts, on("one NIC", expert=1e5), 1)
+    plan = spread(counts, on("one NIC", expert=1e6, fnec=0.0), 1)
     assert set(lent(plan)[0]) <= {0, 1, 2, 3}
 
 
