@@ -97,7 +97,7 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
 
     Raises:
         RunError: a rank failed, died or waited too long.
-        StoppedError: Ctrl-C or SIGTERM; no process of the run is left.
+        StoppedError: Ctrl-C, SIGTERM or SIGHUP; no process of the run is left.
         HetlabError: what a rank raised, with its exit code.
     """
     with _ended_by_signals(folder):
@@ -138,18 +138,20 @@ def _watch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         raise _failure(folder, "".join(said))
 
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, what ends jobs, and a terminal that is closed."""
 
 
 @contextmanager
 def _ended_by_signals(folder: Path) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM raise StoppedError, with the exit code that shells give."""
+    """Let these signals raise StoppedError, with the exit code that shells give."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        name = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+        sent = signal.Signals(number).name
+        name = "interrupted" if number == signal.SIGINT else f"ended by {sent}"
         error = StoppedError(f"{name}; all ranks are stopped, and what was logged is in {folder}")
         error.exit_code = 128 + number
         raise error

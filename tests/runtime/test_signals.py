@@ -44,7 +44,13 @@ def below(process: int) -> set[int]:
     return found - {process}
 
 
-@pytest.mark.parametrize(("sign", "word"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "interr")])
+@pytest.mark.parametrize(
+    ("sign", "word"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        pytest.param(signal.SIGINT, "interr", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_run_leaves_no_process(tmp_path: Path, sign: signal.Signals, word: str) -> None:
     save_plan(plans.plan_of(plans.problem_of(), [[1], [1]]), tmp_path / "plan.json")
     command = (
