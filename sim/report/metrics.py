@@ -18,8 +18,8 @@ from sim.report.spans import Spans
 from sim.report.writes import server_of_run
 
 __all__ = [
-    "SETTLED_STEPS", "Metrics", "Pace", "metrics_of", "pace_between", "pace_of", "pace_of_run",
-    "rates_of",
+    "SETTLED_STEPS", "Metrics", "Pace", "finishes_of", "metrics_of", "pace_between", "pace_of",
+    "pace_of_run", "rates_of",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -83,6 +83,19 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     Raises:
         SimulationError: the table is empty.
     """
+    begin, finish = finishes_of(spans, barrier=barrier)
+    return pace_between(finish, begin, barrier=barrier, warm_up=warm_up)
+
+
+def finishes_of(spans: Spans, *, barrier: bool) -> tuple[float, Floats]:
+    """Return the first start [s], and when each counted step finishes [s], rising.
+
+    Args:
+        spans: one run. barrier: whether BARRIER ends each step.
+
+    Raises:
+        SimulationError: the table is empty.
+    """
     if not len(spans):
         raise SimulationError("a run without spans has no step time")
     step, end = spans.columns["step"], spans.columns["end_s"]
@@ -90,9 +103,7 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     finish = np.full(max(int(step.max()), 0) + 1, begin)
     np.maximum.at(finish, np.maximum(step, 0), end)
     finish = np.maximum.accumulate(finish)
-    if not barrier:
-        finish = finish[: _whole_steps(step)]
-    return pace_between(finish, begin, barrier=barrier, warm_up=warm_up)
+    return begin, finish if barrier else finish[: _whole_steps(step)]
 
 
 def pace_of_run(run: Run, spans: Spans, delays: Delays | None = None) -> Pace:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from sim.report.assumed import fold_assumptions
 from sim.report.delays import delay_texts
-from sim.report.document import CellRow, PlanDocument, SimulateDocument, StageRow
+from sim.report.document import CellRow, Header, PlanDocument, SimulateDocument, StageRow
 from sim.report.grids import NARROW, Tight, columned, grid
 from sim.report.host import HostUse, memory_texts, short_text, stream_texts
 from sim.report.late import late_texts
@@ -20,7 +20,7 @@ from sim.report.metrics import Metrics
 from sim.report.rows import time_unit
 from sim.units import format_quantity
 
-__all__ = ["Tight", "headline", "print_plan", "print_simulation"]
+__all__ = ["Tight", "headline", "print_plan", "print_simulation", "print_tail", "seconds"]
 
 _STYLES = {"fits": "green", "at risk": "yellow", "does not fit": "bold red", "unknown": "dim"}
 LINKS_SHOWN = 8
@@ -117,7 +117,7 @@ def print_plan(console: Console, document: PlanDocument) -> None:
             f"search: {s.space:,} candidates, {s.pruned:,} pruned, {s.evaluated:,} evaluated "
             f"in {seconds(s.wall_s)}"
         )
-    _print_tail(console, document)
+    print_tail(console, document)
 
 
 def print_simulation(console: Console, document: SimulateDocument) -> None:
@@ -143,7 +143,7 @@ def print_simulation(console: Console, document: SimulateDocument) -> None:
         f"simulated: {document.steps} step{'s' * (document.steps != 1)}, {classes}, "
         f"{document.events:,} events, {seconds(document.cpu_s)} of processor time"
     )
-    _print_tail(console, document)
+    print_tail(console, document)
 
 
 def _print_head(console: Console, document: PlanDocument) -> None:
@@ -185,7 +185,8 @@ def _print_host(console: Console, host: HostUse | None) -> None:
     console.print()
 
 
-def _print_tail(console: Console, document: PlanDocument) -> None:
+def print_tail(console: Console, document: Header) -> None:
+    """Print what was assumed, and what the answer is of."""
     assumed = fold_assumptions(document.assumptions)
     if assumed:
         console.print("assumed:")

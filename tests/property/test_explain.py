@@ -1,0 +1,91 @@
+"""Random plans: critical paths have no gap, parts add up, folding changes no word."""
+
+from __future__ import annotations
+
+from io import StringIO
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from sim.engine.maxplus import longest_path
+from sim.engine.simulate import simulate
+from sim.plan.order import find_cycle
+from sim.plan.plan import Plan
+from sim.problem import Problem
+from sim.report.explain import Explanation, explain, window_of
+from sim.report.explain_parts import EXPOSED
+from sim.report.explain_path import critical_path
+from sim.report.explain_table import print_explanation
+from sim.report.report import Report, report_of
+from tests.property.pipelines import RandomPipeline, random_pipelines
+from tests.property.test_simulate import plans
+
+
+def text_of(found: Explanation) -> str:
+    console = Console(file=StringIO(), width=100, no_color=True)
+    print_explanation(console, found)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def check(report: Report, found: Explanation) -> None:
+    run, step = report.run, report.metrics.step_time_s
+    window = window_of(report)
+    assert window.step_time_s == pytest.approx(step, rel=1e-12)
+    path = critical_path(run, window.start, window.stop)
+    assert path[0].start == window.start
+    assert path[-1].end == window.stop
+    assert all(a.end == b.start for a, b in pairwise(path))
+    for i in path[1:]:  # the first may be cut off at the window's start
+        assert i.node >= 0
+        assert abs(run.outcome.start[i.node] - i.start) <= 1e-9 * run.makespan
+        assert run.outcome.end[i.node] >= i.end - 1e-9 * run.makespan
+    for parts in (found.parts, found.path_parts, *(c.parts for c in found.classes)):
+        assert min(parts.values()) >= 0.0
+        assert sum(parts.values()) == pytest.approx(step, rel=1e-9)
+
+
+@given(random_pipelines())
+@settings(max_examples=40)
+def test_stated_times(case: RandomPipeline) -> None:
+    assume(not find_cycle(case.layout(fold=True).graph))
+    for fold in (True, False):
+        run = case.run(fold=fold)
+        assume(run.makespan > 0.0)
+        check(report_of(run), explain(report_of(run)))
+        start, end = longest_path(run.layout.graph, run.prices.seconds)
+        path = critical_path(run, 0.0, run.makespan)
+        assert sum(i.end - i.start for i in path) == pytest.approx(end.max(), rel=1e-9)
+        assert all(run.prices.seconds[i.node] > 0 for i in path)
+        assert start.min() == 0.0
+
+
+@given(plans(), st.integers(1, 4))
+@settings(max_examples=15)
+def test_whole_plans_on_a_machine(case: tuple[Problem, Plan], steps: int) -> None:
+    problem, plan = case
+    texts = []
+    for fold in (True, False):
+        report = report_of(simulate(plan, problem, steps=steps, fold=fold), problem)
+        found = explain(report)
+        check(report, found)
+        texts.append(text_of(found))
+        if plan.barrier:
+            exposed = sum(v for n, v in found.parts.items() if n.startswith(EXPOSED))
+            late = found.parts.get("contention", 0.0)
+            assert exposed + late == pytest.approx(report.metrics.exposed_comm_s, rel=1e-6)
+    assert texts[0] == texts[1]
+
+
+@given(plans())
+@settings(max_examples=6)
+def test_nothing_is_contention_where_all_have_links_of_their_own(
+    case: tuple[Problem, Plan],
+) -> None:
+    problem, plan = case
+    run = simulate(plan, problem, contention=False, overlap=False)
+    found = explain(report_of(run, problem))
+    assert found.parts.get("contention", 0.0) <= 1e-9 * found.step_time_s
+    assert "slow-down" not in found.parts
