@@ -3,7 +3,7 @@
     pytest tests/benchmarks/test_balancers_bench.py --benchmark-enable -s
 
 Milliseconds depend on the machine, ratios less; the bars leave room for a shared one. On one of two
-shared EPYC cores a plan of ours took 4, 6 and 14 ms at D = 16, 32 and 64, 70 to 120 layers' prices.
+shared EPYC cores a plan of ours took 5, 8 and 19 ms at D = 16, 32 and 64, 90 to 150 layers' prices.
 """
 
 from __future__ import annotations
