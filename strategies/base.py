@@ -40,7 +40,17 @@ __all__ = [
 
 K = TypeVar("K", bound=msgspec.Struct)
 
-AXES = ("tensor", "pipeline", "data", "expert", "recompute", "partition", "offload", "updates")
+AXES = (
+    "tensor",
+    "pipeline",
+    "data",
+    "expert",
+    "recompute",
+    "partition",
+    "balance",
+    "offload",
+    "updates",
+)
 """Order in which strategies apply: later axes may read what earlier ones decided. Axes not listed
 come last, in the order given."""
 

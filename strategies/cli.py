@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sim.report.document import PlanDocument
     from sim.report.report import Report
     from strategies.search import SearchResult
+    from strategies.search.result import Without
 
 __all__ = ["register"]
 
@@ -93,6 +94,10 @@ def _plan(
     sub_groups: Annotated[
         bool, typer.Option(help="Then let parts of a type choose sizes of their own.")
     ] = False,
+    leave_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Search again without each strategy: what it gave."),
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate.")] = 1,
     store: Annotated[
         Path | None, typer.Option(help="Run table: known simulations are not repeated.")
@@ -104,7 +109,7 @@ def _plan(
 ) -> None:
     """Find the best plan for a cluster, a model and a job."""
     from sim.problem import load_problem
-    from strategies.search import search, sub_grouped
+    from strategies.search import leave_one_out, search, sub_grouped
     from strategies.search.hetero_auto import SECONDS
 
     read_thresholds(fail or ())
@@ -133,7 +138,14 @@ def _plan(
                 n_jobs=jobs,
                 seconds=SECONDS if budget is None else budget - result.wall_s,
             )
-    report, document = _report(result)
+    without: tuple[Without, ...] = ()
+    if leave_out:
+        with _shown() as show:
+            without = leave_one_out(
+                problem, result, pins=_pins(pin, forbid), top=top, budget=budget, progress=show,
+                store=store, contention=contention, n_jobs=jobs,
+            )  # fmt: skip
+    report, document = _report(result, without)
     to_stdout = str(output) == "-"
     if to_stdout:
         _write_plan(result, None)
@@ -232,7 +244,7 @@ def _shown_lines() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
+def _report(result: SearchResult, without: tuple[Without, ...] = ()) -> tuple[Report, PlanDocument]:
     from sim.report.document import SearchFacts
     from sim.report.report import report_of
     from strategies.search.result import OffloadDocument
@@ -245,12 +257,13 @@ def _report(result: SearchResult) -> tuple[Report, PlanDocument]:
         wall_s=result.wall_s,
     )
     document = report.plan_document(facts)
-    if result.offload is None and not result.notes:
+    if result.offload is None and not (result.notes or result.experts or without):
         return report, document
     fields = {f: getattr(document, f) for f in document.__struct_fields__}
     return report, OffloadDocument(
-        **fields, offload=result.offload, notes=result.notes, sites=result.sites
-    )
+        **fields, offload=result.offload, notes=result.notes, sites=result.sites,
+        experts=result.experts, without=without,
+    )  # fmt: skip
 
 
 def _print(console: Console, document: PlanDocument, result: SearchResult) -> None:
@@ -259,6 +272,8 @@ def _print(console: Console, document: PlanDocument, result: SearchResult) -> No
     print_plan(console, document)
     for site in result.sites:
         console.print(Tight(f"{site.site}: {site.text}"), highlight=False)
+    if result.experts is not None:
+        console.print(Tight(f"experts: {result.experts.text}"), highlight=False)
     if result.offload is not None:
         console.print(Tight(f"offload: {result.offload.why}"), highlight=False)
         for stage in result.offload.stages:
@@ -266,6 +281,8 @@ def _print(console: Console, document: PlanDocument, result: SearchResult) -> No
     console.print(Tight(f"bound by {result.binding}"), highlight=False)
     if result.next_best:
         console.print(Tight(f"next best: {result.next_best}"), highlight=False)
+    for other in getattr(document, "without", ()):
+        console.print(Tight(other.text), highlight=False)
     for note in result.notes:
         console.print(Tight(f"note: {note}"), highlight=False)
     if result.sub_groups:

@@ -19,6 +19,8 @@ __all__ = [
     "OptimizerDoc",
     "Pins",
     "PinsDoc",
+    "Routed",
+    "RoutingDoc",
     "job_from_doc",
 ]
 
@@ -79,6 +81,42 @@ class PinsDoc(Doc):
     offload: Literal["auto", "yes", "no"] | None = None
 
 
+class RoutingDoc(Doc):
+    """Where tokens are routed, for models with experts: a trace, or how uneven draws are.
+
+    Args:
+        trace: file of counts, see strategies.expert.routing_files; nothing else stands beside it.
+        sigma, zipf, phi, step, first_layer, concentration: of draws from the run's seed, see
+            strategies.expert.routing_synthetic.Popularity.
+    """
+
+    trace: str | None = None
+    sigma: float | None = Field(default=None, ge=0, le=10)
+    zipf: float | None = Field(default=None, ge=0, le=10)
+    phi: float | None = Field(default=None, ge=0, le=1)
+    step: float | None = Field(default=None, ge=0, le=10)
+    first_layer: float | None = Field(default=None, ge=0, le=1000)
+    concentration: float | None = Field(default=None, ge=0.1)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> RoutingDoc:
+        drawn = [
+            n for n in RoutingDoc.model_fields if n != "trace" and getattr(self, n) is not None
+        ]
+        if not self.trace and not drawn:
+            raise PydanticCustomError(
+                "routing", "routing is a trace or a draw", {"expected": "trace, sigma or zipf"}
+            )
+        if (self.trace and drawn) or (self.sigma and self.zipf):
+            both = "trace" if self.trace else "sigma"
+            raise PydanticCustomError(
+                "routing",
+                "{both} stands alone, and {other} beside it says otherwise",
+                {"both": both, "other": drawn[-1] if self.trace else "zipf", "expected": "one"},
+            )
+        return self
+
+
 class JobDoc(Doc):
     """The job as people write it; ``Job`` says what each field means."""
 
@@ -97,6 +135,7 @@ class JobDoc(Doc):
     objective: Literal["step_time", "cost"] = "step_time"
     limits: LimitsDoc = LimitsDoc()
     pins: PinsDoc = PinsDoc()
+    routing: RoutingDoc | None = None
     notes: tuple[str, ...] = ()
 
     @field_validator("optimizer", mode="before")
@@ -151,6 +190,17 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
     offload: str | None = None
 
 
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where tokens are routed, see ``RoutingDoc``.
+
+    Args:
+        trace: file, "" for draws. numbers: of the draws, by name.
+    """
+
+    trace: str = ""
+    numbers: dict[str, float] = {}
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A resolved job.
 
@@ -164,6 +214,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             single-process loss.
         flash_attention: scores never reach memory. dropout: masks are kept for the backward pass.
         objective: what the search minimises. limits, pins: see there.
+        routing: of tokens to experts, None where every expert gets as many.
     """
 
     name: str = "job"
@@ -183,6 +234,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     objective: str = "step_time"
     limits: Limits = Limits()
     pins: Pins = Pins()
+    routing: Routed | None = None
 
     @property
     def tokens(self) -> int:
@@ -243,4 +295,13 @@ def job_from_doc(doc: JobDoc) -> Job:
             allow_inexact=doc.limits.allow_inexact,
         ),
         pins=Pins(microbatch=doc.microbatch, **pins),
+        routing=_routed(doc.routing),
     )
+
+
+def _routed(doc: RoutingDoc | None) -> Routed | None:
+    if doc is None:
+        return None
+    given = {name: getattr(doc, name) for name in RoutingDoc.model_fields if name != "trace"}
+    numbers = {name: value for name, value in given.items() if value is not None}
+    return Routed(trace=doc.trace or "", numbers=numbers)

@@ -9,9 +9,11 @@ from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.document import PlanDocument
 from strategies.search.hosted import HostedStage
+from strategies.search.options import FORBIDDEN
 from strategies.search.pools import Pool
+from strategies.search.routed import ExpertFacts
 
-__all__ = ["Finalist", "OffloadDocument", "OffloadFacts", "SearchResult", "SiteFacts"]
+__all__ = ["Finalist", "OffloadDocument", "OffloadFacts", "SearchResult", "SiteFacts", "Without"]
 
 
 class Finalist(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,17 +71,50 @@ class SiteFacts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Without(msgspec.Struct, frozen=True, kw_only=True):
+    """The search without one strategy.
+
+    Args:
+        name: what was forbidden. plan: the best plan then, "" where nothing fits.
+        tokens_per_s: of it, 0 where nothing fits. chips: that hold a rank of it.
+        gain: share by which the whole search's plan is faster; 0 for nothing, and where nothing
+            fits without. unfit: why nothing fits, or "".
+    """
+
+    name: str
+    plan: str = ""
+    tokens_per_s: float = 0.0
+    chips: int = 0
+    gain: float = 0.0
+    unfit: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        what = FORBIDDEN[self.name]
+        if self.unfit:
+            return f"without {what}: nothing fits, {self.unfit}"
+        gave = f"gave {100 * self.gain:.1f} %" if self.gain > 5e-4 else "gave nothing"
+        return (
+            f"without {what}: {self.tokens_per_s:,.0f} tokens/s on {self.chips} chips "
+            f"({self.plan}); it {gave}"
+        )
+
+
 class OffloadDocument(PlanDocument, frozen=True, kw_only=True):
     """Answer of ``hetlab plan`` where offloading, or steps of sites, were looked at.
 
     Args:
         offload: None when the best plan does not offload. notes: as of ``SearchResult``.
-        sites: that step by themselves, () when none do.
+        sites: that step by themselves, () when none do. experts: as of ``SearchResult``.
+        without: the same search without one strategy each, where asked for.
     """
 
     offload: OffloadFacts | None
     notes: tuple[str, ...]
     sites: tuple[SiteFacts, ...] = ()
+    experts: ExpertFacts | None = None
+    without: tuple[Without, ...] = ()
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +142,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         notes: what was tried of offloading, refused, or short without it, in words.
         sites: that step by themselves; then a step of the plan is several batches of the job, and
             ``run`` has several of those steps.
+        experts: how they are balanced, None where the job names no routing or none are spread.
     """
 
     problem: Problem
@@ -129,6 +165,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     offload: OffloadFacts | None = None
     notes: tuple[str, ...] = ()
     sites: tuple[SiteFacts, ...] = ()
+    experts: ExpertFacts | None = None
 
     @property
     def step_time_s(self) -> float:

@@ -24,9 +24,11 @@ from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.report import report_of
 from strategies.data.local_sgd import LOCAL_SGD, LocalKnobs
+from strategies.expert.balanced import BalancedKnobs
 from strategies.search.board import Progress
 from strategies.search.options import Choices
 from strategies.search.pools import Pool
+from strategies.search.routed import balances, fits_chips
 from strategies.search.site_ways import SiteWay, SiteWays
 from strategies.search.sites import (
     SiteStructure,
@@ -40,10 +42,10 @@ __all__ = ["MILD", "Rounds", "SitePlan", "rounds_of_sites"]
 
 MILD = 1.02
 """A milder way to exchange may be slower than the fastest by this factor."""
-MOST = 24
+MOST = 16
 """Most structures that are looked into, those with the least bound first."""
-PLAYED = 2
-"""Plans that are simulated whole."""
+PLAYED = 1
+"""Plans that are simulated whole; the next where one does not fit after all."""
 ROUNDS = 4
 """Rounds simulated."""
 
@@ -52,7 +54,8 @@ class SitePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of this family.
 
     Args:
-        structure, way, shares: whose. knobs: how sites exchange. draft: complete.
+        structure, way, shares: whose. knobs: how sites exchange. balance: of the experts, None
+            where routing is even. draft: complete.
         plan, run: lowered, and a few rounds of it. batch_s: [s] per global batch.
     """
 
@@ -60,6 +63,7 @@ class SitePlan(msgspec.Struct, frozen=True, kw_only=True):
     way: SiteWay
     shares: tuple[int, ...]
     knobs: LocalKnobs
+    balance: BalancedKnobs | None
     draft: PlanDraft
     plan: Plan
     run: Run
@@ -133,11 +137,11 @@ def rounds_of_sites(
             known += [c for c in _candidates(ways, structure, even) if c.step_s < best]
             known.sort(key=lambda c: c.step_s)
             state.tried += 1
-        for candidate in known[:PLAYED]:
-            if late():
-                state.stopped = True
+        for candidate in known:
+            if late() or len(state.found) == PLAYED:
+                state.stopped |= late()
                 break
-            played = _played(problem, ways, candidate, contention)
+            played = _Played(problem, ways, candidate, contention).best()
             state.found += [played] if played else []
     except KeyboardInterrupt:
         state.stopped = True
@@ -171,68 +175,94 @@ def _best_shares(way: SiteWay, dps: Sequence[int], total: int) -> tuple[int, ...
     return best[1]
 
 
-def _played(
-    problem: Problem, ways: SiteWays, candidate: _Candidate, contention: bool
-) -> SitePlan | None:
-    """Simulate a candidate under the mildest way to exchange that is nearly as fast as any.
+class _Played:
+    """Simulates a candidate whole."""
 
-    What an exchange takes comes from rounds of one step; how fast each way is, from that.
-    """
-    start = _with_shares(candidate)
-    offered = [k for k in LOCAL_SGD.space(problem, start).values if k.inner]
-    step_s, takes = candidate.step_s, {}
-    for bits in {k.bits for k in offered}:
-        alone = LocalKnobs(inner=1, bits=bits)
-        found = _simulated(problem, ways, candidate, alone, contention)
-        takes[bits] = found.batch_s - step_s if found else math.inf
-    paces = [
-        max(step_s, takes[k.bits] / k.inner) if k.overlap else step_s + takes[k.bits] / k.inner
-        for k in offered
-    ]
-    near = [k for k, t in zip(offered, paces, strict=True) if t <= MILD * min(paces)]
-    for knobs in sorted(near, key=lambda k: (k.overlap, k.inner, -k.bits)):
-        found = _simulated(problem, ways, candidate, knobs, contention)
-        if found:
-            return found
-    return None
+    def __init__(
+        self, problem: Problem, ways: SiteWays, candidate: _Candidate, contention: bool
+    ) -> None:
+        self.problem, self.ways, self.contention = problem, ways, contention
+        self.candidate = candidate
+        counts = [
+            (m,) * slab.dp
+            for slab, m in zip(candidate.structure.slabs, candidate.shares, strict=True)
+        ]
+        start = candidate.way.start
+        data = msgspec.structs.replace(start.data, microbatches=tuple(itertools.chain(*counts)))
+        name = name_of_sites(candidate.structure, candidate.shares)
+        self.start = msgspec.structs.replace(start, data=data, name=name)
 
+    def best(self) -> SitePlan | None:
+        """Under the mildest way to exchange that is nearly as fast as any, the best balancer.
 
-def _with_shares(candidate: _Candidate) -> PlanDraft:
-    counts = tuple(
-        m
-        for slab, m in zip(candidate.structure.slabs, candidate.shares, strict=True)
-        for _ in range(slab.dp)
-    )
-    start = candidate.way.start
-    name = name_of_sites(candidate.structure, candidate.shares)
-    data = msgspec.structs.replace(start.data, microbatches=counts)
-    return msgspec.structs.replace(start, data=data, name=name)
+        What an exchange takes comes from a round of one step; how fast each way is, from that.
+        """
+        offered = [k for k in LOCAL_SGD.space(self.problem, self.start).values if k.inner]
+        step_s, whole_s = self.candidate.step_s, self._exchange_s()
 
+        def pace(knobs: LocalKnobs) -> float:
+            each = whole_s * knobs.bits / 32 / knobs.inner
+            return max(step_s, each) if knobs.overlap else step_s + each
 
-def _simulated(
-    problem: Problem,
-    ways: SiteWays,
-    candidate: _Candidate,
-    knobs: LocalKnobs,
-    contention: bool,
-) -> SitePlan | None:
-    """A candidate exchanged in one way, None where that cannot be planned."""
-    try:
-        draft = ways.full(_with_shares(candidate), candidate.way.hosts, knobs)
-        plan = lower(problem, draft)
-    except InputError as error:
-        ways.refused[error.message] += 1
+        near = [k for k in offered if pace(k) <= MILD * min(map(pace, offered))]
+        balance = self._balance()
+        for knobs in sorted(near, key=lambda k: (k.overlap, k.inner, -k.bits)):
+            found = self._simulated(knobs, balance)
+            if found:
+                return found
         return None
-    run = simulate(plan, problem, steps=ROUNDS, contention=contention)
-    seconds = report_of(run, problem).metrics.step_time_s
-    return SitePlan(
-        structure=candidate.structure,
-        way=candidate.way,
-        shares=candidate.shares,
-        knobs=knobs,
-        draft=draft,
-        plan=plan,
-        run=run,
-        # The pace of a few rounds may still be shorter than the steady one.
-        batch_s=max(seconds / (knobs.inner // knobs.fragments), candidate.step_s),
-    )
+
+    def _exchange_s(self) -> float:
+        """What everybody waits for an exchange in full precision [s]."""
+        try:
+            draft = self.ways.full(self.start, self.candidate.way.hosts, LocalKnobs(inner=1))
+        except InputError:
+            return math.inf
+        run = simulate(lower(self.problem, draft), self.problem, contention=self.contention)
+        graph, out = run.layout.graph, run.outcome
+        ways = [k for k, op in enumerate(graph.ops) if op.kind == "ALL_REDUCE"]
+        return float(max(out.end[k] - out.start[k] for k in ways))
+
+    def _balance(self) -> BalancedKnobs | None:
+        """The most promising balancer, by closed forms on the first site."""
+        offered = balances(self.problem, self.start, self.ways.choices)
+        if not offered:
+            return None
+        m = self.candidate.shares[0]
+
+        def costs(knobs: BalancedKnobs) -> float:
+            found = self.ways.imbalance.of(self.start, knobs)
+            return m * found.microbatch_s + found.step_s
+
+        lends = self.candidate.way.balance
+        most = lends.slots if lends is not None and lends.balancer != "none" else 0
+        fit = [k for k in offered if k.slots <= most or k.balancer == "none"]
+        return min(fit, key=costs)
+
+    def _simulated(self, knobs: LocalKnobs, balance: BalancedKnobs | None) -> SitePlan | None:
+        """The candidate exchanged and balanced in one way, None where that cannot be."""
+        candidate = self.candidate
+        try:
+            draft = self.ways.full(self.start, candidate.way.hosts, knobs, balance)
+            plan = lower(self.problem, draft)
+        except InputError as error:
+            self.ways.refused[error.message] += 1
+            return None
+        if not fits_chips(plan, self.problem):
+            return None
+        run = simulate(plan, self.problem, steps=ROUNDS, contention=self.contention)
+        seconds = report_of(run, self.problem).metrics.step_time_s / knobs.inner * knobs.fragments
+        if balance is None:
+            # The pace of a few rounds may still be shorter than the steady one.
+            seconds = max(seconds, candidate.step_s)
+        return SitePlan(
+            structure=candidate.structure,
+            way=candidate.way,
+            shares=candidate.shares,
+            knobs=knobs,
+            balance=balance,
+            draft=draft,
+            plan=plan,
+            run=run,
+            batch_s=seconds,
+        )

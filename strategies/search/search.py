@@ -28,6 +28,8 @@ from strategies.search.replicas import search_replicas
 from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult
 from strategies.search.rounds import rounds_of_sites
+from strategies.search.routed import STEPS, even_note, expert_facts
+from strategies.search.routed_play import play_routed
 from strategies.search.site_results import of_sites, price_of_sites
 from strategies.search.slab import Slab, structure_key
 from strategies.search.store import RunTable
@@ -107,24 +109,42 @@ def search(
         else:
             found = by_sites(found)
     else:
-        played, complete = play(
-            problem,
-            [c for c, _ in contenders],
-            top,
-            contention=contention,
-            n_jobs=n_jobs,
-            store=RunTable(store) if isinstance(store, str | Path) else store,
-            progress=progress,
-            late=lambda: evaluator.late(found=True),
-        )
-        evaluator.stopped |= not complete
-        slab = next(slab for contender, slab in contenders if contender is played[0][1])
-        found = _result(evaluator, mixed, played, slab, contention)
+        table = RunTable(store) if isinstance(store, str | Path) else store
+        found = _played(evaluator, mixed, contenders, top, contention, n_jobs, table)
         if choices.offload == "yes" and incumbent is None and not evaluator.stopped:
             found = competing(found, away(best=found.finalists[0].score))
         found = by_sites(found)
     _check_limit(problem, found.finalists[0])
+    if found.plan.placement.ep > 1 and even_note(problem):
+        found = msgspec.structs.replace(found, notes=(*found.notes, even_note(problem)))
     return msgspec.structs.replace(found, wall_s=time.monotonic() - began)
+
+
+def _played(
+    evaluator: Evaluator,
+    mixed: list[MixedPlan],
+    contenders: list[tuple[Contender, Slab | None]],
+    top: int,
+    contention: bool,
+    n_jobs: int,
+    store: RunTable | None,
+) -> SearchResult:
+    """Simulate the contenders, under the job's routing where it names one."""
+    problem, drafts = evaluator.costs.problem, [c for c, _ in contenders]
+    late = partial(evaluator.late, found=True)
+    if problem.job.routing is not None and any(c.draft.expert.ep > 1 for c in drafts):
+        played, complete = play_routed(
+            problem, drafts, evaluator.choices, contention=contention, late=late
+        )
+    else:
+        played, complete = play(
+            problem, drafts, top, contention=contention, n_jobs=n_jobs, store=store,
+            progress=evaluator.progress, late=late,
+        )  # fmt: skip
+    evaluator.stopped |= not complete
+    winner = played[0][1].structure
+    slab = next(slab for contender, slab in contenders if contender.structure == winner)
+    return _result(evaluator, mixed, played, slab, contention)
 
 
 def _by_sites(
@@ -200,10 +220,13 @@ def _result(
     """Put down what was found; ``slab`` is the winner, None for unlike replicas."""
     best, winner = played[0]
     problem = evaluator.costs.problem
+    steps = STEPS if "balanced" in winner.draft.knobs else 1
+    run = simulate(best.plan, problem, steps=steps, contention=contention)
     return SearchResult(
         problem=problem,
         plan=best.plan,
-        run=simulate(best.plan, problem, contention=contention),
+        run=run,
+        experts=expert_facts(problem, winner.draft, best.step_time_s),
         finalists=tuple(f for f, _ in played),
         space=evaluator.space,
         evaluated=evaluator.evaluated,

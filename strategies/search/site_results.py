@@ -12,6 +12,7 @@ from strategies.search.finalists import Contender, next_best
 from strategies.search.hosted import busiest_stream, hosted_stages
 from strategies.search.result import Finalist, OffloadFacts, SearchResult, SiteFacts
 from strategies.search.rounds import Rounds, SitePlan
+from strategies.search.routed import expert_facts
 
 __all__ = ["of_sites", "price_of_sites"]
 
@@ -72,6 +73,7 @@ def of_sites(problem: Problem, state: Rounds, other: SearchResult | None) -> Sea
         offload=_hosted(best),
         notes=(*(other.notes if other else ()), *notes),
         sites=_sites(best),
+        experts=expert_facts(problem, best.draft, best.batch_s),
     )
 
 

@@ -25,12 +25,13 @@ from sim.problem import Problem
 from sim.report.report import report_of
 from strategies.compose import compose
 from strategies.data.local_sgd import LocalKnobs
+from strategies.expert.balanced import BalancedKnobs
 from strategies.lowering.updates import Clipping
 from strategies.offload.autohete import AutoHeteKnobs
-from strategies.offload.policies import STEPS
 from strategies.recompute.recompute import recompute_modes
 from strategies.search.hosted import shortfall
 from strategies.search.options import Choices
+from strategies.search.routed import Imbalance, balances
 from strategies.search.sites import SiteStructure, draft_of_sites
 
 __all__ = ["SiteWay", "SiteWays"]
@@ -39,16 +40,22 @@ LOCAL = LocalKnobs(inner=8, overlap=True, bits=8, fragments=4)
 """How sites exchange where only memory is asked for: with all states that an exchange needs."""
 
 
+SETTLED = 5
+"""Steps that a site alone is simulated where hosts update: the first fill its queues."""
+
+
 class SiteWay(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which all sites hold a structure.
 
     Args:
         start: draft, sites with their recomputation. hosts: knobs of what lives on hosts, or None.
+        balance: of the experts, None where routing is even.
         fixed_s, pace_s: [s] of a step, and of each microbatch of a replica more, per site.
     """
 
     start: PlanDraft
     hosts: AutoHeteKnobs | None
+    balance: BalancedKnobs | None
     fixed_s: tuple[float, ...]
     pace_s: tuple[float, ...]
 
@@ -71,64 +78,102 @@ class SiteWays:
     def __init__(self, problem: Problem, choices: Choices, contention: bool) -> None:
         self.problem, self.choices, self.contention = problem, choices, contention
         self.refused: Counter[str] = Counter()
+        self.imbalance = Imbalance(problem)
         self._known: dict[tuple[bytes, AutoHeteKnobs | None], float] = {}
 
     def of(self, structure: SiteStructure) -> Iterator[SiteWay]:
         """Yield the ways that fit into the accelerators, with the sites' paces."""
         shares = structure.shares[0]
-        for start, hosts in self._starts(structure, shares):
-            try:
-                full = self.full(start, hosts, LOCAL)
-                if shortfall(lower(self.problem, full), self.problem).nbytes:
+        modes = [self._modes()[0]] * len(structure.pools)
+        plain = draft_of_sites(self.problem, structure, shares, modes)
+        for balance in self._balances(plain):
+            for start, hosts in self._starts(structure, shares, balance):
+                try:
+                    full = self.full(start, hosts, LOCAL, balance)
+                    if shortfall(lower(self.problem, full), self.problem).nbytes:
+                        continue
+                    rows = [
+                        self._pace(start, hosts, balance, first, dp, m)
+                        for first, dp, m in zip(*_replicas(structure), shares, strict=True)
+                    ]
+                except InputError as error:
+                    self.refused[error.message] += 1
                     continue
-                rows = [
-                    self._pace(start, hosts, first, dp, m)
-                    for first, dp, m in zip(*_replicas(structure), shares, strict=True)
-                ]
-            except InputError as error:
-                self.refused[error.message] += 1
-                continue
-            fixed, pace = zip(*rows, strict=True)
-            yield SiteWay(start=start, hosts=hosts, fixed_s=fixed, pace_s=pace)
+                fixed, pace = zip(*rows, strict=True)
+                yield SiteWay(start=start, hosts=hosts, balance=balance, fixed_s=fixed, pace_s=pace)
 
-    def full(self, start: PlanDraft, hosts: AutoHeteKnobs | None, knobs: LocalKnobs) -> PlanDraft:
-        """Complete a draft: what lives on hosts, and how sites exchange.
+    def _balances(self, draft: PlanDraft) -> list[BalancedKnobs | None]:
+        """Balancers that structures are compared under: none, and one of ours that lends little."""
+        offered = balances(self.problem, draft, self.choices)
+        found = [k for k in offered if k.balancer == "none"]
+        ours = [k for k in offered if (k.balancer, k.slots) == ("spread", 1)]
+        found += sorted(ours, key=lambda k: -k.period)[:1]
+        return [*found] or [None]
+
+    def full(
+        self,
+        start: PlanDraft,
+        hosts: AutoHeteKnobs | None,
+        knobs: LocalKnobs,
+        balance: BalancedKnobs | None = None,
+    ) -> PlanDraft:
+        """Complete a draft: lent experts, what lives on hosts, and how sites exchange.
 
         Raises:
             InputError: they do not go together.
         """
-        chosen = [("offload", hosts)] if hosts is not None else []
-        return compose(self.problem, [*chosen, ("local_sgd", knobs)], start=start)
+        chosen: list[tuple[str, msgspec.Struct]] = [("local_sgd", knobs)]
+        chosen += [("offload", hosts)] if hosts is not None else []
+        chosen += [("balanced", balance)] if balance is not None else []
+        return compose(self.problem, chosen, start=start)
 
     # -- pace
 
     def _pace(
-        self, start: PlanDraft, hosts: AutoHeteKnobs | None, first: int, dp: int, m: int
+        self,
+        start: PlanDraft,
+        hosts: AutoHeteKnobs | None,
+        balance: BalancedKnobs | None,
+        first: int,
+        dp: int,
+        m: int,
     ) -> tuple[float, float]:
-        """Fixed time and time per microbatch of a site's steps [s]."""
-        few = max(1, m // 2)
-        less, more = (self._step(start, hosts, first, dp, x) for x in (few, max(m, few + 1)))
-        pace = (more - less) / (max(m, few + 1) - few)
-        return max(0.0, less - few * pace), pace
+        """Fixed time and time per microbatch of a site's steps [s].
 
-    def _step(
-        self, start: PlanDraft, hosts: AutoHeteKnobs | None, first: int, dp: int, m: int
-    ) -> float:
-        """Pace of the steps of a site alone, whose replicas begin at the ``first`` [s]."""
+        Simulated with even routing; what the job's costs beyond that is worked out.
+        """
+        stages = 1 + max(c.stage for c in start.cells)
+        away = hosts is not None and self._kind(start, first) in hosts.accelerators
+        # What passes to hosts may hide behind all of a step; else few microbatches say it.
+        few = max(1, m // 2) if away else min(2 * stages, m)
+        counts = few, max(m, few + 1) if away else few + stages
         mine = [c for c in start.cells if first <= c.replica < first + dp]
         cells = tuple(msgspec.structs.replace(c, replica=c.replica - first) for c in mine)
-        data = DataKnobs(microbatches=(m,) * dp)
-        alone = msgspec.structs.replace(start, cells=cells, data=data)
-        batch = dp * m * start.pipeline.microbatch
+        alone = [
+            msgspec.structs.replace(start, cells=cells, data=DataKnobs(microbatches=(x,) * dp))
+            for x in counts
+        ]
+        less, more = (self._step(draft, hosts if away else None) for draft in alone)
+        pace = (more - less) / (counts[1] - few)
+        uneven = self.imbalance.of(alone[0], balance)
+        return max(0.0, less - few * pace) + uneven.step_s, pace + uneven.microbatch_s
+
+    def _kind(self, draft: PlanDraft, replica: int) -> str:
+        """Accelerator of a replica."""
+        chip = next(c.chips[0] for c in draft.cells if c.replica == replica)
+        return next(n.accelerator for n in self.problem.machine.nodes if chip < n.chips[1])
+
+    def _step(self, alone: PlanDraft, hosts: AutoHeteKnobs | None) -> float:
+        """Pace of the steps of a site alone [s]."""
+        cells, data, pipeline = alone.cells, alone.data, alone.pipeline
+        batch = sum(data.microbatches) * pipeline.microbatch
         job = msgspec.structs.replace(self.problem.job, global_batch=batch)
         problem = msgspec.structs.replace(self.problem, job=job)
-        kinds = [n.accelerator for n in problem.machine.nodes for _ in range(*n.chips)]
-        away = hosts is not None and kinds[cells[0].chips[0]] in hosts.accelerators
-        key = (msgspec.json.encode((cells, data, start.pipeline)), hosts if away else None)
+        key = (msgspec.json.encode((cells, data, pipeline)), hosts)
         if key not in self._known:
-            if away:
+            if hosts is not None:
                 alone = compose(problem, [("offload", hosts)], start=alone)
-            steps = STEPS if away else 1
+            steps = SETTLED if hosts is not None else 1
             run = simulate(lower(problem, alone), problem, steps=steps, contention=self.contention)
             self._known[key] = report_of(run, problem).metrics.step_time_s
         return self._known[key]
@@ -136,11 +181,11 @@ class SiteWays:
     # -- memory
 
     def _starts(
-        self, structure: SiteStructure, shares: tuple[int, ...]
+        self, structure: SiteStructure, shares: tuple[int, ...], balance: BalancedKnobs | None
     ) -> Iterator[tuple[PlanDraft, AutoHeteKnobs | None]]:
         """Drafts of a structure, and what they keep on hosts, whose accelerators hold them."""
         modes, sites = self._modes(), range(len(structure.pools))
-        lacks = {m: self._short(structure, shares, m) for m in modes}
+        lacks = {m: self._short(structure, shares, m, balance) for m in modes}
         ways: list[list[Recompute | None]] = []
         for site in sites:
             own: list[Recompute | None] = [*[m for m in modes if not lacks[m][site]][:1]]
@@ -155,9 +200,11 @@ class SiteWays:
             if not away:
                 yield draft, None
             for again in (0, self.problem.model.num_layers) if away else ():
-                hosts = self._hosts(structure, draft, away, again)
+                hosts = self._hosts(structure, draft, away, again, balance)
                 if hosts is not None:
+                    # Recomputing beside that would only be slower.
                     yield draft, hosts
+                    break
 
     def _modes(self) -> list[Recompute]:
         if self.choices.recompute is not None:
@@ -165,11 +212,16 @@ class SiteWays:
         return list(recompute_modes(self.problem))
 
     def _short(
-        self, structure: SiteStructure, shares: tuple[int, ...], mode: Recompute
+        self,
+        structure: SiteStructure,
+        shares: tuple[int, ...],
+        mode: Recompute,
+        balance: BalancedKnobs | None,
     ) -> list[bool]:
         """Which sites lack memory under a mode with nothing on their hosts."""
         draft = draft_of_sites(self.problem, structure, shares, [mode] * len(structure.pools))
-        return self._lacking(lower(self.problem, self.full(draft, None, LOCAL)), structure)
+        full = self.full(draft, None, LOCAL, balance)
+        return self._lacking(lower(self.problem, full), structure)
 
     def _lacking(self, plan: Plan, structure: SiteStructure) -> list[bool]:
         ends = list(itertools.accumulate(_dps(structure)))
@@ -180,7 +232,12 @@ class SiteWays:
         return lacks
 
     def _hosts(
-        self, structure: SiteStructure, draft: PlanDraft, away: list[int], again: int
+        self,
+        structure: SiteStructure,
+        draft: PlanDraft,
+        away: list[int],
+        again: int,
+        balance: BalancedKnobs | None,
     ) -> AutoHeteKnobs | None:
         """The fewest layers whose optimizer must be on the hosts of these sites, None if too many.
 
@@ -200,7 +257,7 @@ class SiteWays:
             return msgspec.structs.replace(base, optimizer=min(count, n), outer=count > n)
 
         def fits(count: int) -> bool:
-            full = self.full(draft, with_layers(count), LOCAL)
+            full = self.full(draft, with_layers(count), LOCAL, balance)
             return not any(self._lacking(lower(self.problem, full), structure))
 
         try:
