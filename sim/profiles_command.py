@@ -44,14 +44,52 @@ def _kinds(kind: str) -> tuple[ProfileKind, ...]:
     if not kind:
         return kinds
     found = tuple(k for k in kinds if kind in (k, k[:-1]))
-    if not found:
-        raise UsageError(f"{kind}: expected one of " + ", ".join(kinds))
+    if not found and kind not in ("model", "models"):
+        raise UsageError(f"{kind}: expected one of " + ", ".join((*kinds, "models")))
     return found
+
+
+def _models() -> list[ProfileRow]:
+    """The bundled models: configs, and sizes as they were published."""
+    from sim.hardware.catalog import bundled_directory
+    from sim.hardware.listing import ProfileRow
+    from sim.model.count import active_params, total_params
+    from sim.model.load import load_model
+    from sim.model.sizes import published, published_names
+    from sim.spec.load import read_source
+
+    folder = bundled_directory() / "models"
+    origins = read_source(folder / "sources.yaml").data
+    found = {file.stem: read_source(file).data for file in sorted(folder.glob("*.json"))}
+    found |= {n: sizes.data for n in published_names() if (sizes := published(n)) is not None}
+    rows = []
+    for name, data in found.items():
+        model = load_model(dict(data))
+        origin = origins.get(name, {})
+        evidence = "remembered" if str(data.get("source", "")).startswith("recalled") else "found"
+        facts: dict[str, float | int | str | None] = {
+            "family": model.family,
+            "params": total_params(model),
+            "active": active_params(model),
+            "layers": model.num_layers,
+            "hidden": model.hidden,
+        }
+        rows.append(
+            ProfileRow(
+                "models",
+                name,
+                facts,
+                str(origin.get("confidence", "")),
+                (str(origin.get("evidence", evidence)),),
+            )
+        )
+    return rows
 
 
 def _list(
     kind: Annotated[
-        str, typer.Argument(help="accelerators, links, hosts, nodes or clusters; default: all.")
+        str,
+        typer.Argument(help="accelerators, links, hosts, nodes, clusters, models; default: all."),
     ] = "",
     match: Annotated[str, typer.Option(help="Only names that contain this.")] = "",
     vendor: Annotated[str, typer.Option(help="Only this vendor.")] = "",
@@ -76,20 +114,22 @@ def _list(
         raise UsageError(f"--confidence {confidence}: expected one of " + ", ".join(LEVELS))
     least = parse_quantity(min_memory, "bytes") if min_memory else 0.0
     catalog = Catalog(profiles or ())
-    chosen = []
-    for each in _kinds(kind):
-        for row in rows_of(each, catalog):
-            facts = row.facts
-            chips = str(facts.get("accelerator") or facts.get("accelerators") or "")
-            memory = facts.get("memory")
-            if (
-                match.lower() in row.name.lower()
-                and (not vendor or str(facts.get("vendor", "")).lower() == vendor.lower())
-                and (not accelerator or accelerator.lower() in chips.lower())
-                and (not least or (isinstance(memory, float) and memory >= least))
-                and _at_least(row.confidence, confidence)
-            ):
-                chosen.append(row)
+    rows = [row for each in _kinds(kind) for row in rows_of(each, catalog)]
+    rows += _models() if kind in ("", "model", "models") else []
+
+    def wanted(row: ProfileRow) -> bool:
+        facts = row.facts
+        chips = str(facts.get("accelerator") or facts.get("accelerators") or "")
+        memory = facts.get("memory")
+        return (
+            match.lower() in row.name.lower()
+            and (not vendor or str(facts.get("vendor", "")).lower() == vendor.lower())
+            and (not accelerator or accelerator.lower() in chips.lower())
+            and (not least or (isinstance(memory, float) and memory >= least))
+            and _at_least(row.confidence, confidence)
+        )
+
+    chosen = [row for row in rows if wanted(row)]
     emit({"profiles": chosen}, lambda console: _print_rows(console, chosen), as_json)
 
 
@@ -125,7 +165,7 @@ def _print_rows(console: Console, rows: list[ProfileRow]) -> None:
             table.add_column("confidence", no_wrap=True)
         for row in group:
             cells = [cell(row.facts.get(fact), column) for fact, column in columns.items()]
-            last = [row.confidence] if kind != "clusters" else []
+            last = [row.confidence or ", ".join(row.evidence)] if kind != "clusters" else []
             name = f"{row.name} *" if row.stands_in_for else row.name
             table.add_row(name, *cells, *last)
         console.print(table)

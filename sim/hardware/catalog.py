@@ -21,6 +21,8 @@ ProfileKind = Literal["accelerators", "links", "hosts", "nodes", "clusters"]
 NamedDoc = AcceleratorDoc | LinkDoc | ProcessorDoc | NodeDoc | ClusterDoc
 D = TypeVar("D", AcceleratorDoc, LinkDoc, ProcessorDoc, NodeDoc, ClusterDoc)
 
+_MOST_NAMES, _NEAR_NAMES = 24, 8
+"""Names up to which a message lists them all, and how many it lists of more."""
 _SPARSE = 1.9
 """A peak this many times the bundled dense one is the figure with structured sparsity (2x)."""
 
@@ -165,13 +167,18 @@ class Catalog:
         ]
         close += [n for low, n in lowered.items() if asked and asked in low]
         close = list(dict.fromkeys(close))
+        shown = ", ".join(names)
+        if len(names) > _MOST_NAMES:
+            near = difflib.get_close_matches(asked, lowered, n=_NEAR_NAMES, cutoff=0.0)
+            some = ", ".join(lowered[low] for low in near)
+            shown = f"{some} ... ({len(names)} in all: hetlab profiles list {kind})"
         own = "" if kind in ("clusters", "hosts") else f", or define it under profiles.{kind}"
         hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         return InputError(
             f"no profile {name} among the {kind}{hint}",
             key=kind,
             found=name,
-            expected="one of " + ", ".join(names) + own,
+            expected=f"one of {shown}{own}",
         )
 
 

@@ -36,7 +36,7 @@ class Column(msgspec.Struct, frozen=True):
     unit: float = 0.0
 
 
-COLUMNS: dict[ProfileKind, dict[str, Column]] = {
+COLUMNS: dict[str, dict[str, Column]] = {
     "accelerators": {
         "vendor": Column("vendor"),
         "memory": Column("GB", 1e9),
@@ -74,6 +74,13 @@ COLUMNS: dict[ProfileKind, dict[str, Column]] = {
         "nodes": Column("nodes", 1),
         "chips": Column("chips", 1),
         "accelerators": Column("of"),
+    },
+    "models": {
+        "family": Column("family"),
+        "params": Column("1e9 params", 1e9),
+        "active": Column("multiplied", 1e9),
+        "layers": Column("layers", 1),
+        "hidden": Column("hidden", 1),
     },
 }
 """Kind -> fact -> column."""

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from sim.errors import InputError
+from sim.hardware.build import build_machine
 from sim.hardware.catalog import Catalog, bundled_catalog
 from sim.hardware.listing import numbers_of, profile
 from sim.hardware.plausible import implausible
 from sim.root_command import build_app
-from sim.spec.load import parse_text, validate
+from sim.spec.load import Source, parse_text, read_source, validate
 from sim.spec.profiles import AcceleratorDoc, LinkDoc, NodeDoc, ProcessorDoc
 
 SOURCES = "source: a data sheet\nconfidence: high\nevidence: found\n"
@@ -45,6 +47,15 @@ def test_a_list_is_filtered() -> None:
     }  # fmt: skip
     certain = listed("accelerators", "--confidence", "high")
     assert "H100-SXM5-80GB" in certain and "Ascend-910C" not in certain
+
+
+def test_models_are_listed_with_their_parameters() -> None:
+    rows = listed("models")
+    assert len(rows) >= 47 + 6
+    assert rows["Llama-2-7B"]["facts"]["params"] == 6738415616
+    assert rows["llama3_8b"]["facts"]["family"] == "llama"
+    assert rows["Nemotron4-340B"]["evidence"] == ["remembered"]
+    assert "DeepSeek-V3" in hetlab("list", "models", "--match", "deepseek").stdout
 
 
 def test_a_list_is_readable() -> None:
@@ -213,3 +224,27 @@ def test_sound_profiles_have_no_problems() -> None:
     }
     for kind, text in kinds.items():
         assert implausible(validate(kind, parse_text(text)), catalog) == []
+
+
+def test_a_cluster_reads_only_the_profiles_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hundred files lie there; planning on one cluster must not parse them."""
+    read: list[str] = []
+
+    def counted(path: str | Path) -> Source:
+        read.append(Path(path).name)
+        return read_source(path)
+
+    monkeypatch.setattr("sim.hardware.catalog.read_source", counted)
+    catalog = Catalog()
+    build_machine(catalog.cluster("a100x64"), catalog)
+    assert sorted(read) == [
+        "A100-SXM4-80GB.yaml", "a100_80gb_hdr.yaml", "a100x64.yaml", "defaults.yaml",
+        "ib_hdr_200g.yaml", "nvlink3.yaml",
+    ]  # fmt: skip
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    with pytest.raises(InputError) as error:
+        Catalog().accelerator("H1000")
+    assert "hetlab profiles list accelerators" in error.value.expected
+    assert "H100-SXM5-80GB" in error.value.expected and len(error.value.expected) < 400
