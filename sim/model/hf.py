@@ -14,7 +14,11 @@ from sim.model.families import ALIASES, FAMILIES, Family
 from sim.model.shape import Mla, Moe, Shape
 from sim.spec.load import Source
 
-__all__ = ["is_hf_config", "read_shape"]
+__all__ = ["MAX_LAYERS", "MAX_SIZE", "is_hf_config", "read_shape"]
+
+MAX_SIZE = 2**40
+"""Largest size of a config: products of a few stay exact in floating point."""
+MAX_LAYERS = 10_000
 
 
 def is_hf_config(data: dict[str, Any]) -> bool:
@@ -51,7 +55,7 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
     kv_heads = heads if mla else config.size("kv_heads", heads)
     if heads % kv_heads:
         raise config.error(f"{heads} query heads over {kv_heads}", "kv_heads", "a divisor of them")
-    layers, max_seq = config.size("layers"), config.size("max_seq", 0)
+    layers, max_seq = config.layers("layers"), config.size("max_seq", 0)
     ffn = config.size("ffn", config.size("ffn_ratio", family.ffn_ratio) * hidden or None)
     attention_bias, mlp_bias = _biases(config, family)
     learned = family.learned_positions
@@ -84,7 +88,7 @@ def read_shape(source: Source, name: str) -> tuple[Shape, tuple[str, ...]]:
         embedding_norm=family.embedding_norm,
         final_norm=not post_norm,
         causal=family.causal,
-        decoder_layers=config.size("decoder_layers", layers) if family.encoder_decoder else 0,
+        decoder_layers=config.layers("decoder_layers", layers) if family.encoder_decoder else 0,
         relative_buckets=config.size("buckets", 32) if family.encoder_decoder else 0,
         head_transform=family.head_transform,
         moe=_moe(config, family, layers),
@@ -116,11 +120,25 @@ class _Config:
                 names = " or ".join(ALIASES[field])
                 raise self.error("a required key is missing", field, names)
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error("not a size", field, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
+            raise self.error("not a size", field, f"a whole number up to {MAX_SIZE}")
         if value == 0 and default is None:
             raise self.error("a size of zero", field, "at least 1")
         return value
+
+    def layers(self, field: str, default: int | None = None) -> int:
+        """Return a number of layers."""
+        found = self.size(field, default)
+        if found > MAX_LAYERS:
+            raise self.error("too many layers", field, f"at most {MAX_LAYERS}")
+        return found
+
+    def indices(self, field: str) -> set[int]:
+        """Return a list of layers as a set; a missing one is empty."""
+        found = self.data.get(field) or []
+        if not isinstance(found, list) or any(type(i) is not int for i in found):
+            raise self.error("not a list of layers", field, "whole numbers")
+        return set(found)
 
     def flag(self, field: str, default: bool) -> bool:
         """Return a boolean."""
@@ -192,9 +210,7 @@ def _moe(config: _Config, family: Family, layers: int) -> Moe | None:
     dense: set[int] = set()
     if family.moe == "qwen":
         step = config.size("decoder_sparse_step", 1) or 1
-        dense = {i for i in range(layers) if (i + 1) % step} | set(
-            data.get("mlp_only_layers") or ()
-        )
+        dense = {i for i in range(layers) if (i + 1) % step} | config.indices("mlp_only_layers")
     elif family.moe == "deepseek":
         first = config.size("first_k_dense_replace", 0)
         every = config.size("moe_layer_freq", 1) or 1

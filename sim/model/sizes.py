@@ -16,6 +16,7 @@ import hardware_profiles
 from sim.errors import InputError
 from sim.model.count import total_params
 from sim.model.graph import Model
+from sim.model.hf import MAX_LAYERS, MAX_SIZE
 from sim.model.shape import Mla, Moe, Shape
 from sim.model.transformer import build_model
 from sim.spec.fields import Count, Doc
@@ -23,7 +24,9 @@ from sim.spec.load import Source, validate
 
 __all__ = ["SizesDoc", "is_sizes", "model_from_sizes", "published", "published_names"]
 
-Size = Annotated[Count, Field(ge=1)]
+Size = Annotated[Count, Field(ge=1, le=MAX_SIZE)]
+Amount = Annotated[Count, Field(ge=0, le=MAX_SIZE)]
+Layers = Annotated[Count, Field(ge=1, le=MAX_LAYERS)]
 _SAME = 1e-3
 """Relative difference up to which a stated number of parameters is that of the sizes."""
 
@@ -52,7 +55,7 @@ class SizesDoc(Doc):
 
     name: str = Field(min_length=1)
     type: Literal["dense", "moe"] = "dense"
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     hidden_size: Size
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
@@ -61,13 +64,13 @@ class SizesDoc(Doc):
     vocab_size: Size
     mlp: Literal["swiglu", "geglu", "gelu", "relu", "squared relu"] = "swiglu"
     tie_word_embeddings: bool = False
-    max_seq: Count = 0
+    max_seq: Amount = 0
     num_experts: Size | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
-    shared_expert_intermediate_size: Count = 0
-    dense_layers: Count = 0
-    dense_intermediate_size: Count = 0
+    shared_expert_intermediate_size: Amount = 0
+    dense_layers: Annotated[Count, Field(ge=0, le=MAX_LAYERS)] = 0
+    dense_intermediate_size: Amount = 0
     mla: MlaDoc | None = None
     params_computed: Count | None = None
     active_params_computed: Count | None = None
