@@ -15,9 +15,11 @@ so their ratio stays the emulated cluster's.
 
 Limits: a message never ends earlier than this machine brings it; links serve one message after the
 other where the simulator shares their rate; exchanges inside passes are one delay at the pass's
-end; the sum of the gradient's norm costs nothing; overlap slows neither compute nor links, memory
-is this machine's, and the scale is measured once, so later load on the machine shows as error.
-Imports no torch.
+end; transfers begin between passes, also where a chip would begin them during one; the sum of the
+gradient's norm costs nothing; overlap slows neither compute nor links; kinds of ops whose times
+stand otherwise to one another here than on the fastest chip, e.g. updates to products, keep that;
+memory is this machine's. The scale is measured once, so later load on the machine shows as error,
+and as passes that are late. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Emulation on one rank: passes last longer, messages end when the emulated links let them.
 
-Sleeping is what the emulated chip or link does; nothing waits for another rank by it. Imports no
-torch.
+Sleeping is what the emulated chip or link does; nothing waits for another rank by it.
 """
 
 from __future__ import annotations

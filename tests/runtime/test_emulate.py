@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="the runtime needs PyTorch")
+
 from real_runtime.compare_run import read_run
 from real_runtime.cores import usable_cores
 from real_runtime.emulate import CALIBRATION, Emulation, Flow, Message, emulation
@@ -215,7 +217,6 @@ def lasted(spans: Spans, kind: str) -> np.ndarray:
 
 
 def test_unlike_replicas_are_as_slow_as_planned_and_train_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the runtime needs PyTorch")
     found = problem()
     plan = plan_of(found, [[1, 1]], (2, 2))
     save_plan(plan, tmp_path / "plan.json")
@@ -254,7 +255,6 @@ def test_unlike_replicas_are_as_slow_as_planned_and_train_the_same(tmp_path: Pat
 
 
 def test_a_pipeline_of_three_waits_for_its_links(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the runtime needs PyTorch")
     events = trained(tmp_path / "three", plan_of(problem(), [[1], [1], [1]], (4,)), "mixed")
     (said,) = (e for e in events if e["event"] == "emulation")
     assert said["share"] == 1 / -(-3 // (len(usable_cores()[:2]) or os.cpu_count() or 1))
