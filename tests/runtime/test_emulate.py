@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
 from real_runtime.compare_run import read_run
 from real_runtime.cores import usable_cores
-from real_runtime.emulate import CALIBRATION, Emulation, Flow, Message, emulation
+from real_runtime.emulate import CALIBRATION, Emulation, Flow, Message, emulation, share_of
 from real_runtime.emulate_rank import Board, _message
 from real_runtime.program import rank_program
 from real_runtime.restarts import train
@@ -144,6 +144,12 @@ def board(folder: Path, messages: list[Message], links: int, wires: int) -> Boar
         factors=(), step_s=0.0,
     )  # fmt: skip
     return Board(folder / "board", what)
+
+
+def test_shares_of_the_fullest_core() -> None:
+    assert [share_of(*x) for x in ((2, 2), (3, 2), (4, 2), (5, 2), (4, 1))] == [
+        1, 1 / 2, 1 / 2, 1 / 3, 1 / 4
+    ]  # fmt: skip
 
 
 def test_messages_stand_in_line_for_shared_links(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def below(process: int) -> set[int]:
     ("sign", "word"),
     [
         (signal.SIGTERM, "SIGTERM"),
-        pytest.param(signal.SIGINT, "interr", marks=pytest.mark.slow),
+        (signal.SIGINT, "interr"),
     ],
 )
 def test_a_stopped_run_leaves_no_process(tmp_path: Path, sign: signal.Signals, word: str) -> None:
