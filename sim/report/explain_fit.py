@@ -101,14 +101,12 @@ def _microbatch(problem: Problem, size: int) -> Edit:
 
 def _tried(plan: Plan, problem: Problem, text: str) -> Change | None:
     """The change if it fits and runs; memory first, since it costs less to know."""
-    if not sound(plan, problem):
-        return None
-    cells = peak_memory(plan, problem).values()
-    hosts = [host_ledgers(plan, problem, knobs_of), nvme_ledgers(plan, problem, knobs_of)]
-    verdicts = [x.verdict for x in cells] + [x.verdict for row in hosts for x in row.values()]
-    if "does not fit" in verdicts:
-        return None
     try:
+        cells = peak_memory(plan, problem).values()
+        hosts = [host_ledgers(plan, problem, knobs_of), nvme_ledgers(plan, problem, knobs_of)]
+        verdicts = [x.verdict for x in cells] + [x.verdict for row in hosts for x in row.values()]
+        if "does not fit" in verdicts or not sound(plan, problem):
+            return None
         run = simulate_settled(plan, problem)
         seconds = pace_of_run(run, spans_of_run(run)).step_time_s
     except HetlabError:

@@ -58,11 +58,14 @@ def kind_of_origin(tag: Tag) -> str:
 def inputs_of(plan: Plan, problem: Problem) -> tuple[InputRow, ...]:
     """Return where the numbers come from, of the profiles that a plan's cluster uses.
 
-    Accelerators that hold no rank of the plan are left out.
+    Accelerators that hold no rank of the plan are left out; a problem made without documents says
+    nothing.
 
     Args:
         plan, problem: see there.
     """
+    if "cluster" not in problem.documents:
+        return ()
     doc = validate(ClusterDoc, Source(problem.documents["cluster"], "problem.cluster"))
     used = {c.accelerator for c in plan.placement.cells}
     rows = [_row(kind, name, origin) for kind, name, origin in _profiles(doc, used)]

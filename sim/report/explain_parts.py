@@ -102,8 +102,9 @@ class OpParts:
     def __init__(self, run: Run, problem: Problem | None) -> None:
         self.run, self.graph = run, run.layout.graph
         graph, outcome = self.graph, run.outcome
-        took = np.where(np.isfinite(outcome.end), outcome.end, outcome.start) - outcome.start
-        self.took = np.where(np.isfinite(took), took, 0.0)
+        ended = np.isfinite(outcome.end)
+        self.took = np.zeros(graph.num_nodes)
+        self.took[ended] = outcome.end[ended] - outcome.start[ended]
         self.rounding = 1e-12 * outcome.makespan
         self.group = [text.partition(" ")[0] for text in WireTexts(graph).group]
         self.again = _Recomputation(run, problem)

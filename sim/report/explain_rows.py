@@ -13,7 +13,7 @@ from sim.report.explain_parts import Parts, in_order
 from sim.report.explain_path import Interval
 from sim.report.wires import WireTexts
 
-__all__ = ["PathRow", "path_rows"]
+__all__ = ["PathRow", "joined_rows", "path_rows"]
 
 LONGEST_PATTERN = 12
 
@@ -42,7 +42,7 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Piece(NamedTuple):
     key: tuple[str, str]
-    count: int
+    ops: int
     first: str
     last: str
     start: float
@@ -81,6 +81,20 @@ def path_rows(
     return tuple(rows)
 
 
+def joined_rows(rows: Sequence[PathRow]) -> PathRow:
+    """Return one row for rows of the same place and ops, which need not be neighbours."""
+    names = in_order([n for r in rows for n in r.parts])
+    return msgspec.structs.replace(
+        rows[0],
+        turns=sum(r.turns for r in rows),
+        count=sum(r.count for r in rows),
+        last=rows[-1].last,
+        seconds=sum(r.seconds for r in rows),
+        share=sum(r.share for r in rows),
+        parts={n: sum(r.parts.get(n, 0.0) for r in rows) for n in names},
+    )
+
+
 def _row(pieces: list[_Piece], length: int, turns: int, whole: float) -> PathRow:
     all_of_it, keys = _joined(pieces), [p.key for p in pieces[:length]]
     seconds = sum(p.end - p.start for p in pieces)
@@ -88,7 +102,7 @@ def _row(pieces: list[_Piece], length: int, turns: int, whole: float) -> PathRow
         where=", ".join(dict.fromkeys(where for where, _ in keys)),
         ops=" ".join(kind for _, kind in keys),
         turns=turns,
-        count=all_of_it.count,
+        count=all_of_it.ops,
         first=all_of_it.first,
         last=all_of_it.last,
         start_s=all_of_it.start,
@@ -102,7 +116,7 @@ def _joined(pieces: Sequence[_Piece]) -> _Piece:
     first, last = pieces[0], pieces[-1]
     parts = {n: sum(p.parts.get(n, 0.0) for p in pieces) for p in pieces for n in p.parts}
     return _Piece(
-        first.key, sum(p.count for p in pieces), first.first, last.last, first.start, last.end,
+        first.key, sum(p.ops for p in pieces), first.first, last.last, first.start, last.end,
         {n: parts[n] for n in in_order(tuple(parts))},
     )  # fmt: skip
 

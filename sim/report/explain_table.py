@@ -13,7 +13,7 @@ from sim.report.explain_diff import Difference
 from sim.report.explain_inputs import KINDS, InputRow
 from sim.report.explain_parts import BUBBLE, COMPUTE, CONTENTION, EXPOSED, Parts
 from sim.report.explain_ranks import RankClass
-from sim.report.explain_rows import PathRow
+from sim.report.explain_rows import PathRow, joined_rows
 from sim.report.grids import Tight, columned, grid
 from sim.report.table import print_tail, seconds
 from sim.units import format_quantity
@@ -21,7 +21,7 @@ from sim.units import format_quantity
 __all__ = ["print_difference", "print_explanation"]
 
 PATH_ROWS = 24
-TERMS, KEYS, CHANGES = 5, 4, 4
+TERMS, KEYS, NAMES, CHANGES = 5, 4, 4, 4
 _COLUMN = dict.fromkeys(COMPUTE, 0) | {CONTENTION: 2, BUBBLE: 3}
 LEAST = 5e-4
 """Share of a step below which a part has no row."""
@@ -104,30 +104,44 @@ def _print_path(console: Console, found: Explanation) -> None:
     table = columned(columns, console.width)
     for column in table.columns[1:3]:
         column.no_wrap = False
-    shown = sorted(found.path, key=lambda r: -r.seconds)[:PATH_ROWS]
-    for row in (r for r in found.path if r in shown):
+    rows, left = _shown(found.path)
+    for row in rows:
         texts: list[str | Text] = [
             seconds(row.start_s - found.start_s), Text(row.where), Text(_ops(row)),
             seconds(row.seconds), f"{100 * row.share:.1f} %",
         ]  # fmt: skip
         shared = row.parts.get(CONTENTION, 0.0)
         table.add_row(*texts, *([seconds(shared) if shared else ""] if late else []))
-    rest = [r for r in found.path if r not in shown]
-    if rest:
-        left = sum(r.seconds for r in rest)
-        table.add_row("", f"and {len(rest)} shorter rows", "", seconds(left))
+    if left:
+        rest = sum(r.seconds for r in found.path) - sum(r.seconds for r in rows)
+        table.add_row("", f"and {left} shorter rows", "", seconds(rest))
+    console.print(Tight(table))
     about = "the critical path: each op starts when the one before it on the path has ended"
+    if len(found.path) > PATH_ROWS:
+        about += f"; its {len(found.path)} rows by where and what, as of the first"
     if found.steps > 1:
         about += f"; {found.steps:.4g} steps"
-    console.print(Tight(table))
     console.print(Tight(Text(about, style="dim")))
     console.print()
+
+
+def _shown(path: Sequence[PathRow]) -> tuple[list[PathRow], int]:
+    """Rows to print, and how many are left out: where all are too many, alike ones are joined."""
+    if len(path) <= PATH_ROWS:
+        return list(path), 0
+    alike: dict[tuple[str, str], list[PathRow]] = {}
+    for row in path:
+        alike.setdefault((row.where, row.ops), []).append(row)
+    found = sorted((joined_rows(rows) for rows in alike.values()), key=lambda r: -r.seconds)
+    kept = sorted(found[:PATH_ROWS], key=lambda r: r.start_s)
+    return kept, len(found) - len(kept)
 
 
 def _ops(row: PathRow) -> str:
     if row.count == 1:
         return row.first
-    what = f"{row.turns} x ({row.ops})" if row.turns > 1 else f"{row.count} x {row.ops}"
+    several = " " in row.ops
+    what = f"{row.turns} x ({row.ops})" if several else f"{row.count} x {row.ops}"
     return f"{what}: {row.first} to {row.last}"
 
 
@@ -206,8 +220,10 @@ def _print_memory(console: Console, found: Explanation) -> None:
         text += f"{100 * change.peak_share:.0f} %" + (", at risk" if change.at_risk else "")
         rows.append(("or" if i else "cheapest change", text))
     if found.short and not found.changes:
-        tried = "recomputation, smaller microbatches, ZeRO-1, optimizer states on the host"
-        rows.append(("cheapest change", f"none of {tried}, nor two of them, makes it fit"))
+        worst = max(c.peak_bytes / c.capacity_bytes for c in found.short)
+        text = "recomputation, smaller microbatches, ZeRO-1, optimizer states on hosts, also two "
+        text += "of them, do not suffice: fewer layers on a chip (pp, tp, other cuts) or "
+        rows.append(("cheapest change", f"{text}{worst:.3g} times the memory"))
     if rows:
         _print_rows(console, rows)
         console.print()
@@ -232,7 +248,8 @@ def _print_inputs(console: Console, inputs: Sequence[InputRow]) -> None:
                 stand_in = " (a stand-in)" if row.stands_in_for else ""
                 who.setdefault(keys, []).append(row.name + stand_in)
         for i, (keys, names) in enumerate(who.items()):
-            text = f"{', '.join(names)}: {_more(keys[:KEYS], len(keys) - KEYS)}"
+            text = f"{_more(names[:NAMES], len(names) - NAMES)}: "
+            text += _more(keys[:KEYS], len(keys) - KEYS)
             rows.append(("" if i else kind, text))
     if rows:
         console.print("inputs:")
