@@ -82,7 +82,10 @@ def _probe(
 def _compare(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     other: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run of that plan (hetlab run --out).")
+        Path,
+        typer.Argument(
+            metavar="RUN|PLAN", help="Folder of a run of that plan (hetlab run --out), or a plan."
+        ),
     ],
     cluster: Annotated[
         str, typer.Option(help="Simulate on this cluster, e.g. a probed one, not on the plan's.")
@@ -90,7 +93,14 @@ def _compare(
     top: Annotated[int, typer.Option(min=0, help="Ops shown that are off most.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a run beside the simulation of its plan: step time, each kind of op, each op."""
+    """Put a run beside the simulation of its plan, op by op; or two plans beside each other."""
+    if other.is_file():
+        from sim.explain_command import print_compared_plans
+
+        if cluster:
+            raise UsageError("--cluster is for a run; each of two plans has a cluster of its own")
+        print_compared_plans(plan_file, other, as_json)
+        return
     from real_runtime.compare import compare
     from real_runtime.compare_run import moved, read_run
     from real_runtime.compare_table import print_comparison
