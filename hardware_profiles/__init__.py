@@ -7,6 +7,7 @@
 * ``clusters/``: whole clusters
 * ``jobs/``: a job for each cluster, of the same name
 * ``models/``: Hugging Face config.json files, with where their sizes were read in sources.yaml
+* ``model_sizes.json``: sizes of published models, loaded by their names
 * ``defaults.yaml``: what stands in for a number that nobody measured
 """
 

@@ -19,6 +19,7 @@ __all__ = ["MAX_LAYERS", "MAX_SIZE", "is_hf_config", "read_shape"]
 MAX_SIZE = 2**40
 """Largest size of a config: products of a few stay exact in floating point."""
 MAX_LAYERS = 10_000
+"""Most layers: a file must not be able to exhaust memory."""
 
 
 def is_hf_config(data: dict[str, Any]) -> bool:
