@@ -8,12 +8,12 @@ Parts, of which every instant of a rank has exactly one, or shares of several th
     other compute       what else a compute stream does (LOOKUP, ENCODE, DECODE ...)
     slow-down           compute beyond what it takes alone: communication runs on its chip
     exposed ROLE        collectives of a group ("tp", "dp" ...), transfers between stages ("pp") and
-                        messages ("ps"), boxed collectives of a pass included, as long as they take
-                        alone on their links; instants with several count in equal parts
+                        messages ("ps"), as long as they take alone on their links; instants with
+                        several count in equal parts. Boxed collectives of a pass count whole
     host copies         D2H, H2D and NVMe, likewise, while no communication runs
     host work           what else the host does meanwhile
-    contention          transfers and host work beyond what they take alone: others use their links,
-                        or compute runs on their chips
+    contention WHAT     transfers (by role) and the host's work beyond what they take alone: others
+                        use their links, or compute runs on their chips
     end of step         BARRIER, with what a step costs besides
     bubble              nothing runs for the rank: it waits for others
     unexplained         of a path only: no op was running (behind a lost chip)
@@ -42,7 +42,7 @@ from sim.report.wires import WireTexts
 
 __all__ = [
     "BARRIER", "BUBBLE", "COMPUTE", "CONTENTION", "EXPOSED", "OpParts", "Parts", "Window",
-    "in_order", "parts_of_path",
+    "contention_of", "in_order", "parts_of_path",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -52,10 +52,10 @@ Parts = dict[str, float]
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 OTHER, SLOW, COPIES, HOST = "other compute", "slow-down", "host copies", "host work"
-CONTENTION, BARRIER, BUBBLE, UNKNOWN = "contention", "end of step", "bubble", "unexplained"
-EXPOSED = "exposed "
+BARRIER, BUBBLE, UNKNOWN = "end of step", "bubble", "unexplained"
+EXPOSED, CONTENTION = "exposed ", "contention "
 COMPUTE = (FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, OTHER, SLOW)
-_LAST = (COPIES, HOST, CONTENTION, BARRIER, BUBBLE, UNKNOWN)
+_LAST = (COPIES, HOST, BARRIER, BUBBLE, UNKNOWN)
 _OF_KIND = {
     "F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "R": RECOMPUTE,
     "OPT": OPTIMIZER, "APPLY": OPTIMIZER, "BARRIER": BARRIER,
@@ -83,9 +83,19 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 def in_order(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of parts in the order of the module's table."""
-    middle = sorted(n for n in names if n not in COMPUTE and n not in _LAST)
-    order = {n: i for i, n in enumerate((*COMPUTE, *middle, *_LAST))}
+    late = sorted(n for n in names if n.startswith(CONTENTION))
+    roles = sorted(n for n in names if n.startswith(EXPOSED))
+    order = {n: i for i, n in enumerate((*COMPUTE, *roles, *_LAST[:2], *late, *_LAST[2:]))}
     return tuple(sorted(dict.fromkeys(names), key=order.__getitem__))
+
+
+def contention_of(part: str) -> str:
+    """Return the part that holds the contention of another one.
+
+    >>> contention_of("exposed dp"), contention_of("host copies")
+    ('contention dp', 'contention host copies')
+    """
+    return CONTENTION + part.removeprefix(EXPOSED)
 
 
 class OpParts:
@@ -157,7 +167,7 @@ class OpParts:
         as_alone = took - alone <= 1e-9 * took + self.rounding or op.kind in MESSAGES
         kept = 1.0 if as_alone else alone / took
         on_chip = self.stream(node) == "compute"
-        self._add(SLOW if on_chip else CONTENTION, node, 1.0 - kept)
+        self._add(SLOW if on_chip else contention_of(own), node, 1.0 - kept)
         if not on_chip or not alone:
             self._add(own, node, kept)
             return

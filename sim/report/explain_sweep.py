@@ -16,6 +16,7 @@ from sim.report.explain_parts import (
     OpParts,
     Parts,
     Window,
+    contention_of,
     in_order,
 )
 
@@ -31,7 +32,8 @@ def parts_of_ranks(parts: OpParts, window: Window) -> list[Parts]:
         parts: of the run. window: see there.
     """
     ops = _Rows(parts, window)
-    names = in_order((*parts.names, *ops.channels, CONTENTION, BARRIER, BUBBLE))
+    late = [contention_of(name) for name in ops.channels]
+    names = in_order((*parts.names, *ops.channels, *late, BARRIER, BUBBLE))
     index = {n: i for i, n in enumerate(names)}
     actors = len(parts.graph.actors)
     total = np.zeros((actors, len(names)))
@@ -90,8 +92,9 @@ class _Rows:
         self.channels = tuple(name for _, name in number)
         self.level = np.array([level for level, _ in number], np.int64)
         late = np.zeros(graph.num_nodes + 1)
-        if CONTENTION in parts.names:
-            late[:-1] = parts.shares[parts.names.index(CONTENTION)]
+        for name, share in zip(parts.names, parts.shares, strict=True):
+            if name.startswith(CONTENTION):
+                late[:-1] += share
         self.late = late[self.node]
 
 
@@ -127,7 +130,7 @@ def _idle(ops: _Rows, window: Window, total: Floats, index: Mapping[str, int]) -
             over = np.clip(running(what == c, late) / np.maximum(count, 1.0), 0.0, 1.0)
             over[over < 1e-9] = 0.0
             np.add.at(total[:, index[ops.channels[c]]], who2, share * (1.0 - over))
-            np.add.at(total[:, index[CONTENTION]], who2, share * over)
+            np.add.at(total[:, index[contention_of(ops.channels[c])]], who2, share * over)
         if mine:
             idle = idle & ~np.any(active, axis=0)
     np.add.at(total[:, index[BUBBLE]], who2, gap * idle)

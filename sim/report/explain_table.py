@@ -22,7 +22,7 @@ __all__ = ["print_difference", "print_explanation"]
 
 PATH_ROWS = 24
 TERMS, KEYS, NAMES, CHANGES = 5, 4, 4, 4
-_COLUMN = dict.fromkeys(COMPUTE, 0) | {CONTENTION: 2, BUBBLE: 3}
+_COLUMN = dict.fromkeys(COMPUTE, 0) | {BUBBLE: 3}
 LEAST = 5e-4
 """Share of a step below which a part has no row."""
 
@@ -91,13 +91,13 @@ def _few(parts: Parts) -> tuple[float, float, float, float, float]:
     """Compute with recomputation and optimizer, exposed communication, contention, bubble, rest."""
     found = [0.0] * 5
     for name, value in parts.items():
-        place = 1 if name.startswith(EXPOSED) else _COLUMN.get(name, 4)
-        found[place] += value
+        place = 1 if name.startswith(EXPOSED) else 2 if name.startswith(CONTENTION) else 4
+        found[_COLUMN.get(name, place)] += value
     return found[0], found[1], found[2], found[3], found[4]
 
 
 def _print_path(console: Console, found: Explanation) -> None:
-    late = any(CONTENTION in row.parts for row in found.path)
+    late = any(_contention(row) for row in found.path)
     columns = [("path\nfrom", "right"), ("on", "left"), ("ops", "left"), ("takes", "right"),
                ("", "right")]  # fmt: skip
     columns += [("of it\ncontention", "right")] if late else []
@@ -110,7 +110,7 @@ def _print_path(console: Console, found: Explanation) -> None:
             seconds(row.start_s - found.start_s), Text(row.where), Text(_ops(row)),
             seconds(row.seconds), f"{100 * row.share:.1f} %",
         ]  # fmt: skip
-        shared = row.parts.get(CONTENTION, 0.0)
+        shared = _contention(row)
         table.add_row(*texts, *([seconds(shared) if shared else ""] if late else []))
     if left:
         rest = sum(r.seconds for r in found.path) - sum(r.seconds for r in rows)
@@ -123,6 +123,10 @@ def _print_path(console: Console, found: Explanation) -> None:
         about += f"; {found.steps:.4g} steps"
     console.print(Tight(Text(about, style="dim")))
     console.print()
+
+
+def _contention(row: PathRow) -> float:
+    return sum(s for name, s in row.parts.items() if name.startswith(CONTENTION))
 
 
 def _shown(path: Sequence[PathRow]) -> tuple[list[PathRow], int]:

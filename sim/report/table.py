@@ -43,6 +43,7 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
     short = short_text(document.host) if document.host else ""
     if short:
         found.append(("host memory", short))
+    found += _short_cells(document.stages)
     if document.uncalibrated:
         names = ", ".join(document.uncalibrated)
         found.append(("uncalibrated", f"no run was used to calibrate {names}: times are estimates"))
@@ -67,6 +68,22 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
         ("settings", _settings(document)),
         *([("not used", _counts(document.unused))] if document.unused else []),
     ]
+
+
+def _short_cells(stages: tuple[StageRow, ...]) -> list[tuple[str, str]]:
+    """The cell that is short of most memory, if any does not fit."""
+    short = [
+        ((c.peak_memory_bytes or 0.0) - (c.memory_bytes or 0.0), s.index, c.accelerator)
+        for s in stages
+        for c in s.cells
+        if c.verdict == "does not fit" and c.host_fits
+    ]
+    if not short:
+        return []
+    nbytes, stage, accelerator = max(short)
+    where = f"stage {stage}" + (f" on {accelerator}" if accelerator else "")
+    size = format_quantity(nbytes, "bytes", 3)
+    return [("memory", f"{where} is short of {size}; hetlab explain names the cheapest change")]
 
 
 def _exposed(m: Metrics) -> list[tuple[str, str]]:

@@ -154,7 +154,7 @@ def test_contention_is_what_a_shared_nic_costs(double: bool) -> None:
     """Two pieces share a NIC, so each takes twice as long as alone: half of it is contention."""
     found = whole_run(mini.h2(nic_per_piece=double).run(fold=False))[0]
     alone = 0.25 if double else 0.5
-    assert found["contention"] == pytest.approx(alone)
+    assert found["contention pp"] == pytest.approx(alone)
     assert found["exposed pp"] == pytest.approx(alone)
     assert sum(found.values()) == pytest.approx(9.0 if double else 9.5)
 

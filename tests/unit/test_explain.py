@@ -22,6 +22,7 @@ from sim.report.explain_fit import changes_that_fit, short_cells
 from sim.report.explain_inputs import inputs_of, kind_of_origin
 from sim.report.explain_table import print_difference, print_explanation
 from sim.report.report import Report, report_of
+from sim.report.table import headline
 from sim.spec.origins import Tag
 
 
@@ -240,3 +241,10 @@ def test_an_explanation_is_one_document() -> None:
     assert data["plan_hash"] == plan_of().hash
     assert sum(data["parts"].values()) == pytest.approx(data["step_time_s"], rel=1e-9)
     assert data["against"]["knobs"][0]["name"] == "zero"
+
+
+def test_simulate_points_at_the_cell_that_is_short() -> None:
+    rows = dict(headline(report(microbatch=8).simulate_document()))
+    assert rows["memory"].startswith("stage 1 on ")
+    assert "hetlab explain" in rows["memory"]
+    assert "memory" not in dict(headline(report().simulate_document()))
