@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
 
 def _plan(
     cluster: Annotated[str, typer.Argument(help="Cluster file, or a bundled name.")],
-    model: Annotated[str, typer.Argument(help="config.json, sizes, measured.yaml, or a bundled name.")],
+    model: Annotated[str, typer.Argument(help="Model file, or a bundled name.")],
     job: Annotated[str, typer.Argument(help="Job file, or a bundled name.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here ('-' for stdout).")
