@@ -120,7 +120,7 @@ def routing_of(cluster: Cluster, name: str, k: int, zipf: float) -> Routing:
     )
 
 
-def balancing_of(name: str, devices: int) -> Balancing:
+def balancing_of(name: str, devices: int, period: int = 1) -> Balancing:
     """How the systems balance; copies have room for all other experts, as in the released code.
 
     FasterMoE searches with the step's own counts and waits for everything. The others plan from the
@@ -131,8 +131,10 @@ def balancing_of(name: str, devices: int) -> Balancing:
     if name == "fastermoe":
         return Balancing(balancer=balancer, budget=budget, fresh=True, scheduled=False)
     if name == "spread":
-        return Balancing(balancer=balancer, first=_exposed, budget=budget, planners=devices)
-    return Balancing(balancer=balancer, budget=budget)
+        return Balancing(
+            balancer=balancer, first=_exposed, budget=budget, period=period, planners=devices
+        )
+    return Balancing(balancer=balancer, budget=budget, period=period)
 
 
 def _exposed(
@@ -142,11 +144,13 @@ def _exposed(
 
 
 @cache
-def run(cluster: Cluster, name: str, k: int, zipf: float, balancer: str) -> StepTimes:
+def run(
+    cluster: Cluster, name: str, k: int, zipf: float, balancer: str, period: int = 1
+) -> StepTimes:
     """All steps of a cell under a balancer."""
     costs = costs_of(cluster, name, k, PLAN_S[balancer])
     routing = routing_of(cluster, name, k, zipf)
-    return step_times(routing, costs, balancing_of(balancer, cluster.devices))
+    return step_times(routing, costs, balancing_of(balancer, cluster.devices, period))
 
 
 def speedup(cluster: Cluster, name: str, k: int, zipf: float, balancer: str) -> float:
@@ -155,20 +159,20 @@ def speedup(cluster: Cluster, name: str, k: int, zipf: float, balancer: str) -> 
     return float(plain / run(cluster, name, k, zipf, balancer).seconds[1:].mean())
 
 
-def fitted(name: str, k: int) -> float:
+def fitted(name: str, k: int, cluster: Cluster = HPNV4) -> float:
     """The Zipf exponent whose FasterMoE on 4 HPNV nodes is closest to the printed one.
 
     Halving of [0, 3], then the neighbours. One for all clusters, and nothing else is fitted.
     """
-    wanted, _ = PUBLISHED[HPNV4.name, k, name]
+    wanted, _ = PUBLISHED[cluster.name, k, name]
 
     def miss(zipf: float) -> float:
-        return abs(float(np.log(speedup(HPNV4, name, k, zipf, "fastermoe") / wanted)))
+        return abs(float(np.log(speedup(cluster, name, k, zipf, "fastermoe") / wanted)))
 
     low, high = 0.0, 3.0
     for _ in range(6):
         middle = (low + high) / 2
-        if speedup(HPNV4, name, k, middle, "fastermoe") < wanted:
+        if speedup(cluster, name, k, middle, "fastermoe") < wanted:
             low = middle
         else:
             high = middle

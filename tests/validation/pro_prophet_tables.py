@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from strategies.expert.routing import load_ratio, statistics
-from strategies.expert.routing_calibrate import LAER_E8K2, LAER_E16K4, calibrate, compared
 from tests.validation.pro_prophet_cases import (
     BALANCING_SHARE,
     BRIDGE_3090,
@@ -24,12 +23,14 @@ from tests.validation.pro_prophet_cases import (
     HPWNV8,
     LPWNV2,
     MODELS,
+    NOMINAL,
     PORT_2080,
     PORT_3090,
-    PUBLISHED,
     RANGES,
+    REASONS,
     Cluster,
 )
+from tests.validation.pro_prophet_cells import HIGH, LOW, Cell, cells, fits, inside
 from tests.validation.pro_prophet_runs import (
     CONCENTRATION,
     LAYER_STEPS,
@@ -41,71 +42,10 @@ from tests.validation.pro_prophet_runs import (
     fitted,
     routing_of,
     run,
-    speedup,
 )
-from tests.validation.pro_prophet_trace import fullness
+from tests.validation.pro_prophet_trace import trace_lines
 
-LOW, HIGH, FASTER = 0.7, 1.4, 1.03
-
-
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a cluster: speedups over static, and of what was printed."""
-
-    cluster: Cluster
-    k: int
-    model: str
-    zipf: float
-    fastermoe: float
-    pro_prophet: float
-    spread: float
-
-    @property
-    def printed(self) -> tuple[float, float] | None:
-        """Of FasterMoE and Pro-Prophet."""
-        return PUBLISHED.get((self.cluster.name, self.k, self.model))
-
-    @property
-    def ratios(self) -> dict[str, float]:
-        """Ours over the printed: FasterMoE, Pro-Prophet, and the second over the first."""
-        if self.printed is None:
-            return {}
-        fast, prophet = self.printed
-        return {
-            "FasterMoE": self.fastermoe / fast,
-            "Pro-Prophet": self.pro_prophet / prophet,
-            "PP/FM": self.pro_prophet / self.fastermoe / (prophet / fast),
-        }
-
-
-def fits(
-    models: Iterable[str] = MODELS, ks: Iterable[int] = (1, 2)
-) -> dict[tuple[str, int], float]:
-    """(model, k) -> Zipf exponent."""
-    return {(m, k): fitted(m, k) for k in ks for m in models}
-
-
-def cells(exponents: dict[tuple[str, int], float], clusters: Iterable[Cluster]) -> list[Cell]:
-    """All cells; the large model does not fit the small cluster and is not in the paper's table."""
-    return [
-        Cell(
-            cluster=cluster,
-            k=k,
-            model=model,
-            zipf=zipf,
-            fastermoe=speedup(cluster, model, k, zipf, "fastermoe"),
-            pro_prophet=speedup(cluster, model, k, zipf, "pro-prophet"),
-            spread=speedup(cluster, model, k, zipf, "spread"),
-        )
-        for cluster in clusters
-        for (model, k), zipf in exponents.items()
-        if not (cluster is LPWNV2 and model == "L")
-    ]
-
-
-def inside(found: Sequence[Cell], names: Sequence[str]) -> tuple[int, int]:
-    """How many ratios of printed cells lie within 0.7 to 1.4, of how many."""
-    ratios = [c.ratios[n] for c in found if c.printed for n in names]
-    return sum(LOW <= r <= HIGH for r in ratios), len(ratios)
+FASTER = 1.03
 
 
 def setting_lines(exponents: dict[tuple[str, int], float]) -> list[str]:
@@ -152,7 +92,7 @@ def summary_lines(found: Sequence[Cell]) -> list[str]:
     """How many printed cells are met, and how ours stands to Pro-Prophet's."""
     printed = [c for c in found if c.printed]
     good, total = inside(printed, ("FasterMoE", "Pro-Prophet"))
-    predicted = [c for c in printed if c.cluster is not HPNV4]
+    predicted = [c for c in printed if c.cluster.name != HPNV4.name]
     free = [inside(printed, ("Pro-Prophet",)), inside(predicted, ("FasterMoE",))]
     with_ratio = inside(printed, ("FasterMoE", "Pro-Prophet", "PP/FM"))
     gains = np.array([c.spread / c.pro_prophet for c in found])
@@ -166,7 +106,7 @@ def summary_lines(found: Sequence[Cell]) -> list[str]:
     ]
     for c in printed:
         lines += [
-            f"  outside: {c.cluster.name} k={c.k} {c.model} {name}: {ratio:.2f}"
+            f"  outside: {c.cluster.name} k={c.k} {c.model} {name}: {ratio:.2f}; {_reason(c)}"
             for name, ratio in c.ratios.items()
             if not LOW <= ratio <= HIGH
         ]
@@ -183,6 +123,53 @@ def summary_lines(found: Sequence[Cell]) -> list[str]:
                 f"{f', mean {mean}' if mean else ''})"
             )
     return lines
+
+
+def _reason(cell: Cell) -> str:
+    return REASONS.get((cell.cluster.name, cell.k, cell.model), "we do not know why")
+
+
+def period_lines(model: str, k: int, zipf: float, periods: Sequence[int] = (1, 2, 5)) -> list[str]:
+    """What longer re-plan periods cost."""
+    lines = [f"steps between searches, {HPNV4.name} {model} k={k}: mean step [ms], fullest/mean"]
+    for name in ("pro-prophet", "spread"):
+        runs = [run(HPNV4, model, k, zipf, name, period) for period in periods]
+        text = ", ".join(
+            f"{period}: {1e3 * float(x.seconds[1:].mean()):.1f} {load_ratio(x.loads[1:]).mean:.2f}"
+            for period, x in zip(periods, runs, strict=True)
+        )
+        lines.append(f"  {name:11} {text}")
+    return lines
+
+
+def hot_lines(exponents: dict[tuple[str, int], float]) -> list[str]:
+    """How an exponent that is kept makes more experts more uneven."""
+    lines = ["share of the hottest expert under the same exponent: 8, 16 and 32 experts"]
+    for (model, k), zipf in exponents.items():
+        shares = [
+            1.0 / float((np.arange(1, c.devices + 1) ** -zipf).sum())
+            for c in (LPWNV2, HPNV4, HPWNV8)
+        ]
+        over = [
+            f"{s:.2f} ({s * c.devices:.1f}x)"
+            for s, c in zip(shares, (LPWNV2, HPNV4, HPWNV8), strict=True)
+        ]
+        lines.append(f"  {model:3} k={k} " + "  ".join(over))
+    return lines
+
+
+def nominal_line() -> str:
+    """How much hangs on the rate of the PCIe ports."""
+    wide, small = (msgspec.structs.replace(c, port=NOMINAL) for c in (HPNV4, LPWNV2))
+    exponents = {(m, k): fitted(m, k, wide) for k in (1, 2) for m in MODELS}
+    found = cells(exponents, (wide, small), "none")
+    good, total = inside(found, ("FasterMoE", "Pro-Prophet"))
+    ratios = [r for c in found for r in c.ratios.values()]
+    return (
+        f"with ports of {NOMINAL} (PCIe 3.0 x16, nominal), fitted anew: {good} of {total} printed "
+        f"cells within {LOW} to {HIGH}; ratios, PP/FM among them, {min(ratios):.2f} to "
+        f"{max(ratios):.2f}"
+    )
 
 
 def step_lines(exponents: dict[tuple[str, int], float], cluster: Cluster) -> list[str]:
@@ -225,29 +212,6 @@ def share_lines(exponents: dict[tuple[str, int], float]) -> list[str]:
     return lines
 
 
-def trace_lines(budgets: Sequence[int] = (1, 2, 4), layers: int = 8) -> list[str]:
-    """The generator calibrated to LAER-MoE's trace, and how even lending makes it."""
-    lines = []
-    for target in (LAER_E8K2, LAER_E16K4):
-        found = calibrate(target)
-        p = found.popularity
-        lines.append(
-            f"{target.name}: sigma {p.sigma:.3f}, phi {p.phi:.3f}, step {p.step:.3f}, "
-            f"concentration {p.concentration:.0f}"
-        )
-        lines += [f"  {name:22} {want:.3f}  {got:.3f}" for name, want, got in compared(found)]
-        for name in ("pro-prophet", "eplb", "spread"):
-            for budget in budgets:
-                x = fullness(found, name, budget, layers)
-                lines.append(
-                    f"  {name:11} {budget} copies at most: fullest of "
-                    f"{target.devices * target.groups} ranks / mean {x.static.mean:.2f} "
-                    f"(p95 {x.static.p95:.2f}) -> {x.lent.mean:.3f} (p95 {x.lent.p95:.3f}); "
-                    f"of a group's {target.devices} {x.group.mean:.3f}"
-                )
-    return lines
-
-
 def main() -> None:
     """Print everything."""
     begun = time.time()
@@ -261,7 +225,10 @@ def main() -> None:
     found = cells(exponents, CLUSTERS)
     print("\n".join(cell_lines(found)))
     print("\n".join(summary_lines(found)), flush=True)
+    print(nominal_line(), flush=True)
+    print("\n".join(hot_lines(exponents)))
     print("\n".join(share_lines(exponents)))
+    print("\n".join(period_lines("DS", 1, exponents["DS", 1])), flush=True)
     print("\n".join(step_lines(exponents, HPNV4)), flush=True)
     print("\n".join(trace_lines()))
     print(f"{time.time() - begun:.0f} s")

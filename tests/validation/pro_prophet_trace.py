@@ -7,13 +7,21 @@ Mixtral-8x7B, 216.27 GB/s inside a node; backward is twice forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from strategies.expert.balancers import get_balancer
 from strategies.expert.layer_cost import LayerCosts, MeanBandwidth, PerToken
 from strategies.expert.routing import LoadRatio, Routing, load_ratio
-from strategies.expert.routing_calibrate import Calibration
+from strategies.expert.routing_calibrate import (
+    LAER_E8K2,
+    LAER_E16K4,
+    Calibration,
+    calibrate,
+    compared,
+)
 from strategies.expert.routing_synthetic import drawn
 from strategies.expert.step_times import Balancing, StepCosts, step_times
 
@@ -51,17 +59,23 @@ def layer_costs() -> LayerCosts:
 
 
 def fullness(
-    calibration: Calibration, balancer: str, budget: int, layers: int = 0, seed: int = 1
+    calibration: Calibration,
+    balancer: str,
+    budget: int,
+    *,
+    layers: int = 0,
+    steps: int = 0,
+    seed: int = 1,
 ) -> Fullness:
     """Balance a run of the calibrated generator.
 
     Args:
         calibration: of a trace. balancer, budget: see ``Fullness``.
-        layers: how many; 0 takes all of the trace. seed: not that of the calibration.
+        layers, steps: how many; 0 takes all of the trace. seed: not that of the calibration.
     """
     target = calibration.target
     routing = drawn(
-        steps=target.steps,
+        steps=steps or target.steps,
         layers=layers or target.layers,
         experts=target.experts,
         sources=target.devices * target.groups,
@@ -84,3 +98,26 @@ def fullness(
         group=load_ratio(np.stack([x.loads[1:] for x in own])),
         copies=float(np.mean([x.copy_bytes[1:] for x in own])) / one / len(costs.layers),
     )
+
+
+def trace_lines(budgets: Sequence[int] = (1, 2, 4), layers: int = 8) -> list[str]:
+    """The generator calibrated to LAER-MoE's trace, and how even lending makes it."""
+    lines = []
+    for target in (LAER_E8K2, LAER_E16K4):
+        found = calibrate(target)
+        p = found.popularity
+        lines.append(
+            f"{target.name}: sigma {p.sigma:.3f}, phi {p.phi:.3f}, step {p.step:.3f}, "
+            f"concentration {p.concentration:.0f}"
+        )
+        lines += [f"  {name:22} {want:.3f}  {got:.3f}" for name, want, got in compared(found)]
+        for name in ("pro-prophet", "eplb", "spread"):
+            for budget in budgets:
+                x = fullness(found, name, budget, layers=layers)
+                lines.append(
+                    f"  {name:11} {budget} copies at most: fullest of "
+                    f"{target.devices * target.groups} ranks / mean {x.static.mean:.2f} "
+                    f"(p95 {x.static.p95:.2f}) -> {x.lent.mean:.3f} (p95 {x.lent.p95:.3f}); "
+                    f"of a group's {target.devices} {x.group.mean:.3f}"
+                )
+    return lines
