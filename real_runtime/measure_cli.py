@@ -124,13 +124,19 @@ def _compare(
 
 
 def _calibrate(
+    out: Annotated[Path, typer.Option(help="Cluster file with the corrected profiles.")],
     pairs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="PLAN RUN...", help="A plan and the folder of its run; more pairs decide more."
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="Cluster file with the corrected profiles.")],
+    ] = None,
+    from_runs: Annotated[
+        str,
+        typer.Option(
+            help="Instead: fit step times of this CSV file, or the bundled runs; --out is JSON."
+        ),
+    ] = "",
     cluster: Annotated[
         str, typer.Option(help="Correct this cluster, e.g. a probed one, not the first plan's.")
     ] = "",
@@ -147,7 +153,14 @@ def _calibrate(
     from sim.plan.io import load_plan
     from sim.problem import load_problem
 
-    if len(pairs) % 2:
+    if from_runs:
+        from sim.validate.calibrate_file import calibrate_file
+
+        if pairs or cluster:
+            raise UsageError("--from-runs fits published runs; it takes no plan and no cluster")
+        calibrate_file(from_runs, out, as_json)
+        return
+    if not pairs or len(pairs) % 2:
         raise UsageError("hetlab calibrate: give each plan and then the folder of its run")
     if out.suffix != ".yaml":
         raise UsageError(f"--out {out}: a cluster's file ends in .yaml")

@@ -20,13 +20,14 @@ from sim.cost.compute import (
     compute_dtype,
 )
 from sim.cost.work import PASSES, Work
+from sim.engine.simulate import Run
 from sim.hardware.machine import Accelerator
 from sim.model.amounts import attention_flops, dtype_bytes, rank_gemms
 from sim.model.graph import Block
+from sim.problem import Problem
 from sim.validate.critical import critical_path
-from sim.validate.predict import Sample
 
-__all__ = ["Amounts", "amounts_of", "whole_step"]
+__all__ = ["Amounts", "Sample", "amounts_of", "whole_step"]
 
 Floats = NDArray[np.float64]
 GEMM = 7
@@ -34,11 +35,21 @@ GEMM = 7
 peak [FLOP/s]."""
 
 
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated step. Args: microbatches: of each replica. run, problem: of it."""
+
+    microbatches: int
+    run: Run
+    problem: Problem
+
+
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     """Along the critical path of one step.
 
     Args:
         gemms: shape (G, 7), see ``GEMM``. core: [FLOP] of attention cores.
+        core_heads, core_keys: [FLOP] over the width of a head, and over the sequence length.
+
         traffic: [B] of everything else. launches: passes of blocks. routed: passes of MoE blocks.
         tp, ep, cp: [s] of collectives inside passes, at the links' own rates.
         transfers: [s] of transfers between stages. sync: [s] of sums and gathers over replicas.
@@ -48,6 +59,8 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     gemms: Floats
     core: float
+    core_heads: float
+    core_keys: float
     traffic: float
     launches: float
     routed: float
@@ -64,8 +77,8 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SUMS = (
-    "core", "traffic", "launches", "routed", "tp", "ep", "cp", "transfers", "sync", "optimizer",
-    "steps", "rest",
+    "core", "core_heads", "core_keys", "traffic", "launches", "routed", "tp", "ep", "cp",
+    "transfers", "sync", "optimizer", "steps", "rest",
 )  # fmt: skip
 
 
@@ -211,7 +224,11 @@ def _add_block(
             gemms.append((m, n, k, number * count, weight, float(size), peak))
     if block.attention is not None and core:
         flops = attention_flops(block, shape.tokens, shape.sequence_length) / shape.tp
-        sums["core"] += count * core * flops
+        a = block.attention
+        flops *= count * core
+        sums["core"] += flops
+        sums["core_heads"] += flops * 2.0 / (a.head_dim + a.v_head_dim)
+        sums["core_keys"] += flops / shape.sequence_length
         if not flash:
             scores = shape.tokens * shape.sequence_length * block.attention.heads / shape.tp
             again = SCORE_PASSES * (1.0 if core == 1.0 else ELEMENTWISE_BACKWARD)

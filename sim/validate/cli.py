@@ -25,29 +25,51 @@ def _validate(
     profiles: Annotated[
         list[Path] | None, typer.Option(help="Folder of further hardware profiles.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of hetlab calibrate --from-runs; default: bundled.")
+    ] = None,
+    uncalibrated: Annotated[
+        bool, typer.Option("--uncalibrated", help="The profiles' own numbers, no fit to runs.")
+    ] = False,
+    held_out: Annotated[
+        str,
+        typer.Option(help="Refit without each run, plan, model or source, and judge on those."),
+    ] = "",
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict measured runs and show how far off the predictions are."""
+    from sim.errors import UsageError
     from sim.hardware.catalog import Catalog
+    from sim.validate.calibrate import HELD_OUT, calibrated_predictor, judged_rows
     from sim.validate.evaluate import compare
-    from sim.validate.predict import Predictor
+    from sim.validate.predict import jobs_at_once
     from sim.validate.runs import read_runs
-    from sim.validate.summary import print_summary, summary_of
+    from sim.validate.store import read_calibration
+    from sim.validate.summary import Basis, print_summary, summary_of
     from sim.validate.where import parse_where, selected
 
     check_output(report, "--report", (".html",))
+    if held_out and held_out not in HELD_OUT:
+        raise UsageError(f"--held-out {held_out}: one of {', '.join(HELD_OUT)}")
+    if uncalibrated and calibration is not None:
+        raise UsageError("--uncalibrated and --calibration say different things")
     found = read_runs(runs)
     columns = tuple(dict.fromkeys(("source", *(found[0].columns if found else ()))))
     conditions = parse_where(where, columns)
     chosen = [r for r in found if selected(r, conditions)]
-    predictor = Predictor(Catalog(profiles or ()))
-    with progress("predicting", len(chosen)) as tick:
-        rows = compare(chosen, predictor, tick)
-    summary = summary_of(rows)
-    emit(summary, lambda console: print_summary(console, rows, summary), as_json)
+    catalog = Catalog(profiles or ())
+    fit = None if uncalibrated else read_calibration(calibration)
+    predictor = calibrated_predictor(catalog, fit)
+    with progress("predicting") as tick:
+        rows = compare(chosen, predictor, jobs_at_once(), tick)
+    if held_out:
+        rows = judged_rows(rows, held_out)
+    summary = summary_of(rows, fit)
+    about = Basis(calibration=fit, held_out=held_out)
+    emit(summary, lambda console: print_summary(console, rows, summary, about), as_json)
     if report is not None:
         from sim.validate.html import write_report
 
-        write_report(report, rows, summary)
+        write_report(report, rows, summary, about)
         logger.info("report: %s", report)

@@ -65,7 +65,7 @@ def _denominator(run: MeasuredRun, s: Settings, peaks: dict[str, float]) -> floa
     """Peak of all chips that the run's utilisation is a share of [FLOP/s]."""
     dtype = s.dtype
     if run.source == "flagperf":  # prints shares of the 16-bit peak, its fp32 row of the tf32 one
-        dtype = "tf32" if s.dtype == "fp32" else "bf16"
+        dtype = s.dtype if s.dtype == "tf32" else "bf16"
     for name in (dtype, "bf16", "fp16", "fp32"):
         if name in peaks:
             return peaks[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -75,19 +76,20 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     runs: Sequence[MeasuredRun],
     predictor: Predictor,
+    jobs: int = 1,
     tick: Callable[[int], None] | None = None,
 ) -> tuple[Compared, ...]:
     """Predict every run and pair what was measured with it.
 
     Args:
-        runs: measured. predictor: of plans. tick: called with 1 after each run.
+        runs: measured. predictor: of plans. jobs: processes. tick: called with 1 after each plan.
     """
-    found = []
+    known = []
     for run in runs:
-        found.append(_compare(run, predictor))
-        if tick is not None:
-            tick(1)
-    return tuple(found)
+        with contextlib.suppress(Skip):
+            known.append(settings_of(run))
+    predictor.prefetch(known, jobs, tick)
+    return tuple(_compare(run, predictor) for run in runs)
 
 
 def _compare(run: MeasuredRun, predictor: Predictor) -> Compared:

@@ -12,7 +12,7 @@ from sim.interop.files import write_whole
 from sim.validate.evaluate import Compared
 from sim.validate.reasons import worst
 from sim.validate.scores import ErrorRow, error_rows
-from sim.validate.summary import Summary, scored_rows
+from sim.validate.summary import Basis, Summary, scored_rows
 
 __all__ = ["write_report"]
 
@@ -27,11 +27,11 @@ _STYLE = (
 )
 
 
-def write_report(path: Path, rows: Sequence[Compared], summary: Summary) -> None:
+def write_report(path: Path, rows: Sequence[Compared], summary: Summary, basis: Basis) -> None:
     """Write the report of a validation.
 
     Args:
-        path: of the file. rows: compared runs. summary: of them.
+        path: of the file. rows: compared runs. summary: of them. basis: of the predictions.
 
     Raises:
         InputError: the file cannot be written.
@@ -47,6 +47,7 @@ def write_report(path: Path, rows: Sequence[Compared], summary: Summary) -> None
         f"<p>{len(rows)} runs read, {len(counted)} that count were built, {len(timed)} give a step "
         "time. Errors are |predicted / measured - 1| of the step time. Flagged runs and values "
         "recalled from memory stand apart.</p>",
+        f"<p>{html.escape(basis.text[0].upper() + basis.text[1:])}.</p>",
         _legend(),
         *(_figure(source, by_source[source]) for source in sorted(by_source)),
         "<h2>Errors</h2>", _table(summary.errors),

@@ -6,31 +6,25 @@ rest follows from their difference (in max-plus the time is affine once the pipe
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from sim.cost.ledger import Ledger, peak_memory
-from sim.engine.simulate import Run, simulate
+from sim.engine.simulate import simulate
 from sim.errors import HetlabError
 from sim.hardware.catalog import Catalog, bundled_catalog
 from sim.model.graph import Model
 from sim.plan.lower import lower
 from sim.plan.validate import validate
-from sim.problem import Problem
+from sim.validate.amounts import Amounts, Sample, whole_step
 from sim.validate.build import draft_of, microbatches_of, problem_of
 from sim.validate.settings import Settings
 from sim.validate.skip import Skip
 
-__all__ = ["Predicted", "Predictor", "Sample", "plan_key"]
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated step. Args: microbatches: of each replica. run, problem: of it."""
-
-    microbatches: int
-    run: Run
-    problem: Problem
+__all__ = ["Predicted", "Predictor", "jobs_at_once", "plan_key"]
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +34,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         step_s: [s]. microbatches: of each replica in the whole step.
         ledgers: (stage, replica 0) -> memory. peaks: dtype -> [FLOP/s] summed over the chips.
         model: of the run. calibrated: every chip has measured efficiencies.
-        assumptions: in words.
+        assumptions: in words. amounts: along the critical path, for fits;
+            None on chips of several types.
     """
 
     step_s: float
@@ -50,6 +45,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     model: Model
     calibrated: bool
     assumptions: tuple[str, ...]
+    amounts: Amounts | None = None
 
 
 def plan_key(s: Settings) -> str:
@@ -58,22 +54,63 @@ def plan_key(s: Settings) -> str:
     return msgspec.json.encode(bare, order="deterministic").decode()
 
 
+def jobs_at_once() -> int:
+    """Return how many plans to predict at once: the processors this process may use, at most 8."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
+
+
 class Predictor:
     """Predicts plans and keeps what it worked out.
 
     Args:
         catalog: where profiles lie; None means the bundled ones.
-        changes: stack -> accelerator name -> numbers that the stack changes.
+        changes: of a run's settings, numbers of its accelerators by profile name; None for those
+            of the profiles.
     """
 
     def __init__(
         self,
         catalog: Catalog | None = None,
-        changes: dict[str, dict[str, Any]] | None = None,
+        changes: Callable[[Settings], dict[str, Any]] | None = None,
     ) -> None:
         self.catalog = catalog or bundled_catalog()
-        self.changes = changes or {}
-        self._kept: dict[tuple[str, str], Predicted | str] = {}
+        self.changes = changes
+        self._kept: dict[tuple[str, ...], Predicted | str] = {}
+
+    def prefetch(
+        self, settings: Sequence[Settings], jobs: int, tick: Callable[[int], None] | None = None
+    ) -> None:
+        """Predict many plans, on several processes.
+
+        Args:
+            settings: of the runs. jobs: processes. tick: called with 1 after each plan.
+        """
+        todo = {self._key(s): s for s in settings}
+        todo = {k: s for k, s in todo.items() if k not in self._kept}
+        if jobs > 1 and len(todo) > jobs:
+            from joblib import Parallel, delayed
+
+            # Sent as one that keeps nothing: tasks are pickled while results come in.
+            bare = Predictor(self.catalog, self.changes)
+            work = (delayed(bare._try)(s) for s in todo.values())
+            results = Parallel(n_jobs=jobs, return_as="generator")(work)
+        else:
+            results = (self._try(s) for s in todo.values())
+        for key, found in zip(todo, results, strict=True):
+            self._kept[key] = found
+            if tick is not None:
+                tick(1)
+
+    def _key(self, s: Settings) -> tuple[str, ...]:
+        return (plan_key(s), s.stack if self.changes else "", s.precision if self.changes else "")
+
+    def _try(self, s: Settings) -> Predicted | str:
+        try:
+            return self._predict(s)
+        except Skip as why:
+            return str(why)
+        except HetlabError as error:
+            return f"the plan is refused: {error}"
 
     def predict(self, s: Settings) -> Predicted:
         """Return the prediction for a run.
@@ -81,14 +118,9 @@ class Predictor:
         Raises:
             Skip: the plan cannot be built; says why.
         """
-        key = (plan_key(s), s.stack if s.stack in self.changes else "")
+        key = self._key(s)
         if key not in self._kept:
-            try:
-                self._kept[key] = self._predict(s)
-            except Skip as why:
-                self._kept[key] = str(why)
-            except HetlabError as error:
-                self._kept[key] = f"the plan is refused: {error}"
+            self._kept[key] = self._try(s)
         found = self._kept[key]
         if isinstance(found, str):
             raise Skip(found)
@@ -97,13 +129,15 @@ class Predictor:
     def samples(self, s: Settings) -> tuple[Sample, ...]:
         """Simulate the short steps of a run: one if the whole step is short, else two."""
         whole = microbatches_of(s)
-        first = 2 * s.pp if s.pp > 1 else 2
-        second = first + (s.pp if s.pp > 1 else 1)
+        first, more = (s.pp, s.pp) if s.vpp > 1 else (2 * s.pp, 4 if s.pp > 1 else 1)
+        second = first + more
         counts = (whole,) if whole <= second or len(s.chips) > 1 else (first, second)
         return tuple(self._sample(s, count) for count in counts)
 
     def _sample(self, s: Settings, microbatches: int) -> Sample:
-        problem = problem_of(s, self.catalog, microbatches, self.changes.get(s.stack))
+        problem = problem_of(
+            s, self.catalog, microbatches, self.changes(s) if self.changes else None
+        )
         plan = lower(problem, draft_of(s, problem, microbatches))
         validate(plan)
         return Sample(
@@ -133,4 +167,5 @@ class Predictor:
             model=last.problem.model,
             calibrated=all(a.calibrated for a in machine.accelerators.values()),
             assumptions=(*last.problem.assumptions, *last.run.prices.assumptions),
+            amounts=whole_step(samples, whole) if len(s.chips) == 1 else None,
         )

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-import hardware_profiles
 from sim.validate.chips import HOMES, chips_of
 from sim.validate.rules import BLOCKING, ERAS, SEQUENCE_PARALLEL, WHOLE, rules_of
-from sim.validate.runs import MeasuredRun
+from sim.validate.runs import MeasuredRun, read_runs
+from sim.validate.sizes import config_of
 from sim.validate.skip import Skip
 
 __all__ = ["NOT_TIMED", "Settings", "settings_of", "stack_of"]
 
-MODELS = "measured_models.json"
 _DTYPES = (
-    ("fp32", "fp32"), ("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16/fp16", "bf16"), ("bf16", "bf16"),
-    ("fp16", "fp16"), ("amp", "bf16"),
+    ("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "tf32"),
+    ("amp", "bf16"),
 )  # fmt: skip
-"""Part of the precision column -> compute dtype, first match; amp is 16-bit autocast."""
+"""Part of the precision column -> compute dtype, first match; amp is 16-bit autocast, and
+products of fp32 tensors run in tf32 where a chip has it, as in NVIDIA's containers."""
 NOT_TIMED = (
     "time_to_train", "speedup_over_baseline_plan", "speedup_over_baseline_high",
     "speedup_over_baseline_low", "speedup_over_weighted_homogeneous",
@@ -86,11 +86,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return any("expert" in key for key in self.config)
 
 
+_FROM_SIBLINGS = ("vpp", "ep")
+"""Columns that a source leaves out of some tables and states in others for the same layout."""
+_LAYOUT = ("model", "chips", "tp", "pp")
+
+
 @lru_cache(maxsize=1)
-def _models() -> dict[str, Any]:
-    path = hardware_profiles.folder() / MODELS
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def _layouts() -> dict[tuple[str, ...], Counter[int]]:
+    """(column, source, layout) -> what bundled runs state for the column."""
+    found: dict[tuple[str, ...], Counter[int]] = defaultdict(Counter)
+    for run in read_runs():
+        for column in _FROM_SIBLINGS:
+            stated = run.integer(column)
+            if stated is not None:
+                found[column, run.source, *(run.text(c) for c in _LAYOUT)][stated] += 1
     return found
+
+
+def sibling_of(run: MeasuredRun, column: str) -> int | None:
+    """Return what bundled runs of the same source, model, chips, tp and pp state most often."""
+    known = _layouts().get((column, run.source, *(run.text(c) for c in _LAYOUT)))
+    return max(known, key=lambda v: (known[v], v)) if known else None
 
 
 def settings_of(run: MeasuredRun) -> Settings:
@@ -110,6 +126,10 @@ def settings_of(run: MeasuredRun) -> Settings:
         stated = run.integer(column)
         if stated is not None:
             return stated
+        like = sibling_of(run, column) if column in _FROM_SIBLINGS else None
+        if like is not None:
+            filled.append((column, str(like), "as the same layout of another release states"))
+            return like
         rule = rules.get(column)
         if rule is None:
             raise Skip(f"no {column} in the file")
@@ -124,7 +144,7 @@ def settings_of(run: MeasuredRun) -> Settings:
         filled.append((column, rule.value, rule.reason))
         return rule.value.lower()
 
-    config = _config(run, notes)
+    config = config_of(run, notes)
     precision = run.text("precision")
     if not precision:
         filled.append(("precision", "bf16", "16-bit training where none is stated"))
@@ -140,6 +160,10 @@ def settings_of(run: MeasuredRun) -> Settings:
     gbs = _batch(run, seq)
     if gbs is None:
         gbs = number("gbs")
+    if gbs < dp and run.integer("dp") is None and run.integer("cp") is None:
+        cp = cp * dp // gbs
+        dp = devices // (tp * pp * cp)
+        filled.append(("cp", str(cp), "fewer sequences than chips: each is split over several"))
     vpp = number("vpp")
     if run.integer("mbs") is None and rules["mbs"].value == WHOLE:
         mbs = max(1, gbs // dp)
@@ -173,53 +197,6 @@ def stack_of(run: MeasuredRun) -> str:
     if run.source == "mbridge":
         return f"Megatron-Bridge {release.group(1)}" if release else "Megatron-Bridge"
     return ERAS.get(run.source, run.source)
-
-
-def _config(run: MeasuredRun, notes: list[str]) -> dict[str, Any]:
-    """The model's sizes: the known model of that name, with what the columns say."""
-    name = re.sub(r"\s*\(.*\)", "", run.text("model"))
-    known = _models().get(name)
-    if known is None and name.startswith("BLOOM-candidate"):
-        known = _models()["BLOOM-candidate"]
-    if known is None:
-        raise Skip(f"the layer sizes of {name} are not in the file")
-    config = dict(known["config"])
-    if known["evidence"] == "remembered":
-        notes.append(f"sizes of {name}: {known['source']}")
-    family = config["model_type"]
-    for column, keys in _SIZES.items():
-        value = run.integer(column)
-        key = next((k for k in keys if k in config), None)
-        if value is not None and key is not None:
-            config[key] = value
-    dense = re.search(r"dense_layers=(\d+)", run.text("notes"))
-    if dense:
-        config["first_k_dense_replace"] = int(dense.group(1))
-    if family == "bloom":
-        _bloom(run, config, notes)
-    return config
-
-
-_SIZES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-}
-"""Column -> keys of a config; kv_heads and ffn come with the known model."""
-
-
-def _bloom(run: MeasuredRun, config: dict[str, Any], notes: list[str]) -> None:
-    """Layers of a candidate from its parameters, and its heads."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    if run.integer("layers") is None:
-        pp, count = run.integer("pp") or 1, float(run.text("n_params"))
-        layers = max(1, round((count - vocab * hidden) / (12 * hidden**2) / pp)) * pp
-        config["num_hidden_layers"] = layers
-        notes.append(f"{layers} layers from the parameter count, a multiple of pp")
-    if run.integer("heads") is None:
-        config["num_attention_heads"] = 64
-        notes.append("64 heads, as the lines that repeat a run with its heads say")
 
 
 def _batch(run: MeasuredRun, seq: int) -> int | None:

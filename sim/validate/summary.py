@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sim.validate.calibrate import interval_of
 from sim.validate.evaluate import Compared
 from sim.validate.reasons import worst
 from sim.validate.scores import ErrorRow, MemoryRow, error_rows, memory_row
+from sim.validate.store import Calibration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["IntervalRow", "SkippedRun", "Summary", "print_summary", "scored_rows", "summary_of"]
+__all__ = [
+    "Basis",
+    "IntervalRow",
+    "SkippedRun",
+    "Summary",
+    "print_summary",
+    "scored_rows",
+    "summary_of",
+]
 
 
 class IntervalRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +64,62 @@ def scored_rows(rows: Sequence[Compared]) -> list[Compared]:
     return [r for r in rows if r.scored]
 
 
-def summary_of(rows: Sequence[Compared]) -> Summary:
-    """Return the summary of compared runs."""
+class Basis(msgspec.Struct, frozen=True, kw_only=True):
+    """What predictions rest on.
+
+    Args:
+        calibration: the fit, None for the profiles' own numbers. held_out: what each fit did not
+            see, "" when predictions are those of the one fit.
+    """
+
+    calibration: Calibration | None = None
+    held_out: str = ""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        if self.held_out:
+            return f"each prediction by a fit that saw nothing of the same {self.held_out}"
+        if self.calibration is None:
+            return "not calibrated: the profiles' own numbers"
+        c = self.calibration
+        return f"calibrated on {c.runs} runs ({c.source}): for these runs, errors of the fit itself"
+
+
+def summary_of(rows: Sequence[Compared], calibration: Calibration | None = None) -> Summary:
+    """Return the summary of compared runs.
+
+    Args:
+        rows: compared runs. calibration: that intervals come from, None for none.
+    """
     counted = scored_rows(rows)
     return Summary(
         errors=error_rows(counted),
         memory=memory_row(counted),
-        interval=IntervalRow(nominal=0.8, coverage=None, median_half_width=None),
+        interval=_interval(counted, calibration),
         skipped=[SkippedRun(r.run.run_id, r.why) for r in rows if r.why],
     )
 
 
-def print_summary(console: Console, rows: Sequence[Compared], summary: Summary) -> None:
+def _interval(rows: Sequence[Compared], calibration: Calibration | None) -> IntervalRow:
+    inside, widths = [], []
+    for row in rows:
+        if row.step is None or row.settings is None or calibration is None:
+            continue
+        found = interval_of(row.settings, row.step.predicted, calibration)
+        if found is not None:
+            inside.append(found[0] <= row.step.measured <= found[1])
+            widths.append((found[1] - found[0]) / 2 / row.step.predicted)
+    return IntervalRow(
+        nominal=0.8,
+        coverage=sum(inside) / len(inside) if inside else None,
+        median_half_width=statistics.median(widths) if widths else None,
+    )
+
+
+def print_summary(
+    console: Console, rows: Sequence[Compared], summary: Summary, basis: Basis
+) -> None:
     """Print tables: errors per source and in total, complete runs, runs apart, the worst."""
     counted = scored_rows(rows)
     built = [r for r in counted if not r.why]
@@ -73,6 +128,7 @@ def print_summary(console: Console, rows: Sequence[Compared], summary: Summary) 
         name for r in built if r.settings and r.predicted and not r.predicted.calibrated
         for name, _ in r.settings.chips
     }  # fmt: skip
+    console.print(basis.text, highlight=False)
     if uncalibrated:
         console.print("not calibrated: " + ", ".join(sorted(uncalibrated)), highlight=False)
     console.print(
@@ -87,6 +143,12 @@ def print_summary(console: Console, rows: Sequence[Compared], summary: Summary) 
         ("recalled from memory", [r for r in rows if r.run.remembered and not r.run.flagged]),
     ):
         _errors(console, title, [e for e in error_rows(apart) if e.source == "all"])
+    i = summary.interval
+    if i.coverage is not None and i.median_half_width is not None:
+        console.print(
+            f"80 % interval: holds {i.coverage:.0%}, half as wide as {i.median_half_width:.0%}",
+            highlight=False,
+        )
     m = summary.memory
     if m.n and m.median_ape is not None and m.p90_ape is not None:
         console.print(
