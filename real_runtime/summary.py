@@ -53,8 +53,8 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
         "ranks": start["ranks"],
         "dtype": start["dtype"],
         "device": start["device"],
-        "threads": start["threads"],
-        "cores": start["cores"],
+        "threads": start.get("threads", 0),
+        "cores": start.get("cores", []),
         "steps": len(done),
         "restarts": restarts,
         "first_loss": done[0]["loss"],
@@ -134,8 +134,8 @@ def _emulated(d: dict[str, Any], step: float) -> str:
 
 
 def _kept(d: dict[str, Any]) -> str:
-    """Threads and cores of the ranks, where they compute on the processor."""
-    if d["device"] != "cpu":
+    """Threads and cores of the ranks, where they compute on the processor and the log says so."""
+    if d["device"] != "cpu" or not d["threads"]:
         return ""
     threads = f", {d['threads']} {'thread' if d['threads'] == 1 else 'threads'} a rank"
     cores = (",".join(map(str, mine)) for mine in d["cores"])
