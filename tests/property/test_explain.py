@@ -12,8 +12,11 @@ from rich.console import Console
 
 from sim.engine.maxplus import longest_path
 from sim.engine.simulate import simulate
+from sim.plan.draft import CellKnobs, DataKnobs, PipelineKnobs, PlanDraft, split_layers
+from sim.plan.lower import lower
 from sim.plan.order import find_cycle
 from sim.plan.plan import Plan
+from sim.plan.uniform import layer_cuts
 from sim.problem import Problem
 from sim.report.explain import Explanation, explain, window_of
 from sim.report.explain_parts import CONTENTION, EXPOSED
@@ -21,7 +24,7 @@ from sim.report.explain_path import critical_path
 from sim.report.explain_table import print_explanation
 from sim.report.report import Report, report_of
 from tests.property.pipelines import RandomPipeline, random_pipelines
-from tests.property.test_simulate import plans
+from tests.property.test_simulate import of_batch, plans
 
 
 def text_of(found: Explanation) -> str:
@@ -92,3 +95,26 @@ def test_nothing_is_contention_where_all_have_links_of_their_own(
     late = [seconds for name, seconds in found.parts.items() if CONTENTION in name]
     assert sum(late) <= 1e-9 * found.step_time_s
     assert "slow-down" not in found.parts
+
+
+@pytest.mark.parametrize("tps", [(1, 1, 2), (2, 1, 4), (4, 2, 1)])
+def test_pieces_that_folding_joins_count_as_several(tps: tuple[int, ...]) -> None:
+    """Two pieces of a transfer beside one of another share an instant in three parts."""
+    problem, cells = of_batch(3), []
+    for stage, tp in enumerate(tps):
+        chips = tuple(range(4 * stage, 4 * stage + tp))
+        cells.append(CellKnobs(stage=stage, replica=0, chips=chips, tp=tp))
+    cuts = layer_cuts(problem.model, split_layers(6, 3))
+    draft = PlanDraft(
+        cells=tuple(cells),
+        pipeline=PipelineKnobs(schedule="gpipe", cuts=cuts, buffers=2),
+        data=DataKnobs(microbatches=(3,)),
+        barrier=False,
+    )
+    plan = lower(problem, draft)
+    one, other = (
+        explain(report_of(simulate(plan, problem, fold=fold), problem)) for fold in (True, False)
+    )
+    for a, b in zip(one.classes, other.classes, strict=True):
+        assert a.parts == pytest.approx(b.parts, rel=1e-9, abs=1e-9 * one.step_time_s)
+    assert any("contention pp" in c.parts for c in one.classes)
