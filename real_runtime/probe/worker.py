@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from real_runtime.cores import cores_of, pin
 from real_runtime.devices import backend_of, local_device
 from real_runtime.probe.kernels import Meter, kernels
 from real_runtime.probe.launch import SAY
@@ -70,6 +71,9 @@ def main(folder: str, rank: int) -> None:
     torch.set_num_threads(settings.threads)
     torch.manual_seed(rank)
     device = local_device(rank)
+    cores = cores_of(settings.ranks) if device.type == "cpu" else ()
+    if cores:
+        pin(cores[rank])  # as in a run
     dist.init_process_group(
         backend_of(device), init_method=f"file://{at.absolute() / 'meeting'}", rank=rank,
         world_size=settings.ranks, timeout=WAIT,
