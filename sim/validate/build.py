@@ -76,7 +76,7 @@ def draft_of(s: Settings, problem: Problem, microbatches: int) -> PlanDraft:
         for stage in range(s.pp)
         for r in range(s.dp)
     )  # fmt: skip
-    zero = s.zero if s.dp > 1 else 0
+    zero = s.zero if s.dp > 1 else min(s.zero, 1 if s.cp > 1 else 0)
     if zero >= 2 and s.ep > 1:
         zero = 1
     return PlanDraft(

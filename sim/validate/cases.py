@@ -42,6 +42,7 @@ def levels_of(s: Settings, chips: str = "") -> dict[str, str]:
         "launch": family,
         "tp": family,
         "ep": family,
+        "sync": f"{family}/{'sharded' if s.zero >= 2 else 'whole'}",
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sim.cost.ledger import Ledger
 from sim.validate.convert import TIME_LIKE, memory_of, predicted_value, step_of
 from sim.validate.predict import Predicted, Predictor, plan_key
 from sim.validate.runs import MeasuredRun
@@ -62,15 +63,19 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def margin(self) -> float:
         """Share of the capacity that is left on the fullest cell; negative when short."""
+        return min(x.margin_bytes / x.capacity_bytes for x in self._judged.values())
+
+    @property
+    def _judged(self) -> dict[int, Ledger]:
+        """Ledgers that say whether it fits; what an unstated recomputation may spare counts."""
         assert self.predicted is not None
-        return min(x.margin_bytes / x.capacity_bytes for x in self.predicted.ledgers.values())
+        return self.predicted.least or self.predicted.ledgers
 
     @property
     def verdict(self) -> str:
         """The worst memory verdict over the cells."""
-        assert self.predicted is not None
         order = ("fits", "at risk", "does not fit")
-        return max((x.verdict for x in self.predicted.ledgers.values()), key=order.index)
+        return max((x.verdict for x in self._judged.values()), key=order.index)
 
 
 def compare(

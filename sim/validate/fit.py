@@ -64,6 +64,7 @@ LEVELS: dict[str, tuple[str, float]] = {
     "launch": ("launch", 0.5),
     "tp": ("tp", 0.4),
     "ep": ("ep", 0.4),
+    "sync": ("sync", 0.7),
 }
 """Level -> what its log offsets act on, and their prior spread."""
 REFERENCE = 312e12
@@ -179,7 +180,7 @@ def _times(
         "tp_cost": t.tp * x["tp_cost"] * factors["tp"],
         "ep_cost": t.ep * x["ep_cost"] * factors["ep"],
         "cp_cost": t.cp * x["cp_cost"],
-        "sync_cost": t.sync * x["sync_cost"],
+        "sync_cost": t.sync * x["sync_cost"] * factors["sync"],
     }
     update = t.optimizer / (t.memory * x["optimizer_efficiency"])
     total = compute + sum(parts.values()) + update + t.transfers + t.rest
@@ -200,6 +201,7 @@ def _times(
         "gemm": t.sum(products) * factor,
         "tp": parts["tp_cost"],
         "ep": parts["ep_cost"],
+        "sync": parts["sync_cost"],
         "launch": parts["kernel_overhead"] + parts["routing_overhead"],
     }
     return np.asarray(total), slopes
@@ -215,10 +217,12 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
     """Fit the shared numbers and the offsets.
 
     Args:
-        cases: with measured times. priors: of the shared numbers.
+        cases: with measured times; none leaves the priors. priors: of the shared numbers.
     """
     from scipy.optimize import least_squares
 
+    if not cases:
+        return Fitted(numbers={p.name: p.prior for p in priors}, offsets={})
     table, groups = _Table(cases), _names(cases)
     member = np.zeros((len(cases), len(groups)))
     for g, (level, name) in enumerate(groups):
@@ -258,7 +262,7 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
     )
 
 
-_FACTORS = ("compute", "gemm", "core", "launch", "tp", "ep")
+_FACTORS = ("compute", "gemm", "core", "launch", "tp", "ep", "sync")
 
 
 def _kinds(levels: Sequence[str]) -> Floats:

@@ -18,7 +18,9 @@ from sim.errors import HetlabError
 from sim.hardware.catalog import Catalog, bundled_catalog
 from sim.model.graph import Model
 from sim.plan.lower import lower
+from sim.plan.plan import Plan
 from sim.plan.validate import validate
+from sim.problem import Problem
 from sim.validate.amounts import Amounts, Sample, whole_step
 from sim.validate.build import draft_of, microbatches_of, problem_of
 from sim.validate.settings import Settings
@@ -34,6 +36,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         step_s: [s]. microbatches: of each replica in the whole step.
         ledgers: (stage, replica 0) -> memory. peaks: dtype -> [FLOP/s] summed over the chips.
         model: of the run. calibrated: every chip has measured efficiencies.
+        least: the same with full recomputation, where the run does not say what it recomputes:
+            what it needs at least.
         assumptions: in words. amounts: along the critical path, for fits;
             None on chips of several types.
     """
@@ -46,12 +50,18 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     calibrated: bool
     assumptions: tuple[str, ...]
     amounts: Amounts | None = None
+    least: dict[int, Ledger] = {}
 
 
 def plan_key(s: Settings) -> str:
     """Return what decides a run's plan; runs of one key differ in their measurement only."""
     bare = msgspec.structs.replace(s, model="", precision="", stack="", filled=(), notes=())
     return msgspec.json.encode(bare, order="deterministic").decode()
+
+
+def _first_replica(plan: Plan, problem: Problem) -> dict[int, Ledger]:
+    """Stage -> memory of the first replica's cell."""
+    return {stage: x for (stage, r), x in peak_memory(plan, problem).items() if r == 0}
 
 
 def jobs_at_once() -> int:
@@ -159,10 +169,16 @@ class Predictor:
         for node in machine.nodes:
             for dtype, peak in machine.accelerators[node.accelerator].peak_flops_per_s.items():
                 peaks[dtype] = peaks.get(dtype, 0.0) + peak * (node.chips[1] - node.chips[0])
+        least: dict[int, Ledger] = {}
+        if any(column == "recompute" for column, _, _ in s.filled):
+            again = msgspec.structs.replace(s, recompute="full")
+            draft = draft_of(again, last.problem, last.microbatches)
+            least = _first_replica(lower(last.problem, draft), last.problem)
         return Predicted(
             step_s=step,
             microbatches=whole,
-            ledgers={k[0]: v for k, v in peak_memory(plan, last.problem).items() if k[1] == 0},
+            ledgers=_first_replica(plan, last.problem),
+            least=least,
             peaks=peaks,
             model=last.problem.model,
             calibrated=all(a.calibrated for a in machine.accelerators.values()),

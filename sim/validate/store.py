@@ -125,7 +125,7 @@ def changes_of(s: Settings, fitted: Fitted, catalog: Catalog) -> dict[str, Any]:
             "tp_cost": x["tp_cost"] * factor["tp"],
             "ep_cost": x["ep_cost"] * factor["ep"],
             "cp_cost": x["cp_cost"],
-            "sync_cost": x["sync_cost"],
+            "sync_cost": x["sync_cost"] * factor["sync"],
             "calibrated": f"chip:{levels['chip']}" in fitted.offsets,
         }
     return found

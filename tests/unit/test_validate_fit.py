@@ -105,7 +105,7 @@ def test_derivatives_are_those_of_differences() -> None:
     table = Table(cases)
     names = [p.name for p in PRIORS]
     start = np.log([p.prior for p in PRIORS])
-    ones = dict.fromkeys(("compute", "gemm", "core", "launch", "tp", "ep"), np.ones(len(cases)))
+    ones = dict.fromkeys(("compute", "gemm", "core", "launch", "tp", "ep", "sync"), np.ones(len(cases)))
 
     def total(z: np.ndarray, i: int) -> float:
         return float(times_of(table, dict(zip(names, np.exp(z), strict=True)), ones)[0][i])
