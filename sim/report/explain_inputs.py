@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from sim.problem import Problem
 from sim.spec.cluster import ClusterDoc
 from sim.spec.load import Source, validate
 from sim.spec.origins import Origin, Tag, tags
+from sim.spec.profiles import NodeDoc
 
 __all__ = ["InputRow", "inputs_of", "kind_of_origin"]
 
@@ -58,8 +59,8 @@ def kind_of_origin(tag: Tag) -> str:
 def inputs_of(plan: Plan, problem: Problem) -> tuple[InputRow, ...]:
     """Return where the numbers come from, of the profiles that a plan's cluster uses.
 
-    Accelerators that hold no rank of the plan are left out; a problem made without documents says
-    nothing.
+    Accelerators that hold no rank of the plan are left out, with their nodes and what links these
+    alone name; a problem made without documents says nothing.
 
     Args:
         plan, problem: see there.
@@ -82,11 +83,22 @@ def _profiles(doc: ClusterDoc, used: set[str]) -> Iterator[tuple[str, str, Origi
     for a in profiles.accelerators:
         if a.name in used:
             yield "accelerator", a.name, a
+    nodes = [n for n in profiles.nodes if not n.accelerator or n.accelerator in used]
+    ports = _ports(doc, nodes)
     for link in profiles.links:
-        yield "link", link.name, link
-    for node in profiles.nodes:
-        if not node.accelerator or node.accelerator in used:
-            yield "node", node.name, node
+        if link.name in ports:
+            yield "link", link.name, link
+    for node in nodes:
+        yield "node", node.name, node
+
+
+def _ports(doc: ClusterDoc, nodes: Sequence[NodeDoc]) -> set[str]:
+    """Link profiles that these nodes, the sites or the cluster name."""
+    named = {n.name for n in nodes}
+    uses = [u for site in doc.sites for u in site.nodes if not u.profile or u.profile in named]
+    ports = [port for n in (*nodes, *uses) for port in (n.fabric, n.nics)]
+    ports += [*(site.fabric for site in doc.sites), *doc.links]
+    return {port.profile for port in ports if port is not None and port.profile}
 
 
 def _row(kind: str, name: str, doc: Origin) -> InputRow:

@@ -248,3 +248,11 @@ def test_simulate_points_at_the_cell_that_is_short() -> None:
     assert rows["memory"].startswith("stage 1 on ")
     assert "hetlab explain" in rows["memory"]
     assert "memory" not in dict(headline(report().simulate_document()))
+
+
+def test_only_links_that_used_nodes_name_are_inputs() -> None:
+    p = problem()
+    alone = lower(p, uniform(p.model, 64, range(4), pp=1))  # V100 nodes hold all ranks
+    names = {r.name for r in inputs_of(alone, p)}
+    assert {"nvlink2", "p3_8xlarge", "V100-SXM2-16GB"} <= names
+    assert not {"T4", "pcie3_t4_node", "g4dn_12xlarge"} & names
