@@ -15,6 +15,7 @@ from sim.validate.calibrate import calibrate, calibrated_predictor, held_out_row
 from sim.validate.cases import case_of, levels_of
 from sim.validate.critical import critical_path
 from sim.validate.evaluate import Compared, compare
+from sim.validate.fit import _FACTORS as FACTORS
 from sim.validate.fit import LEVELS, PRIORS, Case, Fitted, fit, predict
 from sim.validate.fit import _Table as Table
 from sim.validate.fit import _times as times_of
@@ -105,7 +106,7 @@ def test_derivatives_are_those_of_differences() -> None:
     table = Table(cases)
     names = [p.name for p in PRIORS]
     start = np.log([p.prior for p in PRIORS])
-    ones = dict.fromkeys(("compute", "gemm", "core", "launch", "tp", "ep", "sync"), np.ones(len(cases)))
+    ones = dict.fromkeys(FACTORS, np.ones(len(cases)))
 
     def total(z: np.ndarray, i: int) -> float:
         return float(times_of(table, dict(zip(names, np.exp(z), strict=True)), ones)[0][i])
