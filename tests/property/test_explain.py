@@ -19,9 +19,11 @@ from sim.plan.plan import Plan
 from sim.plan.uniform import layer_cuts
 from sim.problem import Problem
 from sim.report.explain import Explanation, explain, window_of
-from sim.report.explain_parts import CONTENTION, EXPOSED
+from sim.report.explain_parts import CONTENTION, EXPOSED, OpParts, Window
 from sim.report.explain_path import critical_path
+from sim.report.explain_sweep import parts_of_ranks
 from sim.report.explain_table import print_explanation
+from sim.report.record import spans_of_run
 from sim.report.report import Report, report_of
 from tests.property.pipelines import RandomPipeline, random_pipelines
 from tests.property.test_simulate import of_batch, plans
@@ -118,3 +120,35 @@ def test_pieces_that_folding_joins_count_as_several(tps: tuple[int, ...]) -> Non
     for a, b in zip(one.classes, other.classes, strict=True):
         assert a.parts == pytest.approx(b.parts, rel=1e-9, abs=1e-9 * one.step_time_s)
     assert any("contention pp" in c.parts for c in one.classes)
+
+
+ROLE = {
+    "SEND_F": "pp", "SEND_B": "pp", "ALL_GATHER": "tp", "REDUCE_GRAD": "dp", "UNSHARD": "dp",
+    "ALL_REDUCE": "embed",
+}  # fmt: skip
+PART = {"F": "forward", "OPT": "optimizer"} | dict.fromkeys("BIW", "backward")
+
+
+@given(random_pipelines(max_positions=3))
+@settings(max_examples=30)
+def test_parts_of_a_rank_instant_by_instant(case: RandomPipeline) -> None:
+    """Between any two events of a rank, what runs is looked up in the span table."""
+    assume(not find_cycle(case.layout(fold=False).graph))
+    run = case.run(fold=False)
+    assume(run.makespan > 0.0)
+    spans = spans_of_run(run)
+    names = ("kind", "rank", "peer", "start_s", "end_s")
+    rows = list(zip(*(spans[n].tolist() for n in names), strict=True))
+    found = parts_of_ranks(OpParts(run, None), Window(start=0.0, stop=run.makespan, steps=1))
+    for actor, parts in zip(run.layout.graph.actors, found, strict=True):
+        mine = [(k, s, e) for k, r, p, s, e in rows if actor.rank in (r, p)]
+        expected: dict[str, float] = {}
+        times = sorted({0.0, run.makespan, *(t for _, s, e in mine for t in (s, e))})
+        for a, b in pairwise(times):
+            now = {kind for kind, s, e in mine if s <= a and b <= e and s < e}
+            computing = [PART[k] for k in now if k in PART]
+            roles = {f"exposed {ROLE[k]}" for k in now if k in ROLE}
+            for part in computing or roles or ["bubble"]:
+                share = (b - a) / (1 if computing else max(len(roles), 1))
+                expected[part] = expected.get(part, 0.0) + share
+        assert parts == pytest.approx(expected, abs=1e-9 * run.makespan)
