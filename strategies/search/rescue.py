@@ -84,6 +84,7 @@ def _result(problem: Problem, state: Offloaded, why: str, notes: tuple[str, ...]
         next_best=next_best(played),
         offload=facts,
         notes=notes,
+        draft=best.contender.draft,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sim.engine.simulate import Run
+from sim.plan.draft import PlanDraft
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.document import PlanDocument
@@ -143,6 +144,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         sites: that step by themselves; then a step of the plan is several batches of the job, and
             ``run`` has several of those steps.
         experts: how they are balanced, None where the job names no routing or none are spread.
+        draft: of the best plan.
     """
 
     problem: Problem
@@ -166,6 +168,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     sites: tuple[SiteFacts, ...] = ()
     experts: ExpertFacts | None = None
+    draft: PlanDraft = PlanDraft()
 
     @property
     def step_time_s(self) -> float:

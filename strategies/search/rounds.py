@@ -42,12 +42,14 @@ __all__ = ["MILD", "Rounds", "SitePlan", "rounds_of_sites"]
 
 MILD = 1.02
 """A milder way to exchange may be slower than the fastest by this factor."""
-MOST = 16
+MOST = 48
 """Most structures that are looked into, those with the least bound first."""
+REFINED = 5
+"""Ways whose sites are simulated, those with the least estimate first."""
 PLAYED = 1
 """Plans that are simulated whole; the next where one does not fit after all."""
-ROUNDS = 4
-"""Rounds simulated."""
+ROUNDS = 12
+"""Rounds simulated: a slow site falls behind for some before all keep its pace."""
 
 
 class SitePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +139,7 @@ def rounds_of_sites(
             known += [c for c in _candidates(ways, structure, even) if c.step_s < best]
             known.sort(key=lambda c: c.step_s)
             state.tried += 1
+        known = _refined(ways, known, even, late)
         for candidate in known:
             if late() or len(state.found) == PLAYED:
                 state.stopped |= late()
@@ -152,19 +155,32 @@ def rounds_of_sites(
 
 def _candidates(ways: SiteWays, structure: SiteStructure, even: bool) -> list[_Candidate]:
     """A structure in every way that fits, under the shares that suit it best."""
-    found = []
+    return [_candidate(structure, way, even) for way in ways.of(structure)]
+
+
+def _refined(
+    ways: SiteWays, known: Sequence[_Candidate], even: bool, late: Callable[[], bool]
+) -> list[_Candidate]:
+    """The most promising candidates with paces of sites that were simulated, best first."""
+    found: list[_Candidate] = []
+    for rough in known[:REFINED]:
+        if late():
+            break
+        way = ways.simulated(rough.structure, rough.way, rough.shares)
+        if way is not None:
+            found.append(_candidate(rough.structure, way, even))
+    return sorted(found, key=lambda c: c.step_s)
+
+
+def _candidate(structure: SiteStructure, way: SiteWay, even: bool) -> _Candidate:
+    shares = structure.shares[0] if even else _best_shares(structure, way)
+    return _Candidate(structure=structure, way=way, shares=shares, step_s=way.step_s(shares))
+
+
+def _best_shares(structure: SiteStructure, way: SiteWay) -> tuple[int, ...]:
+    """Microbatches per replica under which the slowest site is fastest: all are looked at."""
     dps = [s.dp for s in structure.slabs]
     total = sum(d * m for d, m in zip(dps, structure.shares[0], strict=True))
-    for way in ways.of(structure):
-        shares = structure.shares[0] if even else _best_shares(way, dps, total)
-        found.append(
-            _Candidate(structure=structure, way=way, shares=shares, step_s=way.step_s(shares))
-        )
-    return found
-
-
-def _best_shares(way: SiteWay, dps: Sequence[int], total: int) -> tuple[int, ...]:
-    """Microbatches per replica under which the slowest site is fastest: all are looked at."""
     heads = itertools.product(*(range(1, total // d + 1) for d in dps[:-1]))
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
     for head in heads:
@@ -252,8 +268,8 @@ class _Played:
             return None
         run = simulate(plan, self.problem, steps=ROUNDS, contention=self.contention)
         seconds = report_of(run, self.problem).metrics.step_time_s / knobs.inner * knobs.fragments
-        if balance is None:
-            # The pace of a few rounds may still be shorter than the steady one.
+        if balance == candidate.way.balance:
+            # The pace of these rounds may still be shorter than the steady one.
             seconds = max(seconds, candidate.step_s)
         return SitePlan(
             structure=candidate.structure,

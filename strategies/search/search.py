@@ -227,6 +227,7 @@ def _result(
         plan=best.plan,
         run=run,
         experts=expert_facts(problem, winner.draft, best.step_time_s),
+        draft=winner.draft,
         finalists=tuple(f for f, _ in played),
         space=evaluator.space,
         evaluated=evaluator.evaluated,

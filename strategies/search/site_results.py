@@ -74,6 +74,7 @@ def of_sites(problem: Problem, state: Rounds, other: SearchResult | None) -> Sea
         notes=(*(other.notes if other else ()), *notes),
         sites=_sites(best),
         experts=expert_facts(problem, best.draft, best.batch_s),
+        draft=best.draft,
     )
 
 

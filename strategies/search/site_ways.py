@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
-from sim.cost.ledger import peak_memory
+from sim.cost.host_links import update_seconds
+from sim.cost.ledger import knobs_of, peak_memory
+from sim.cost.offload import host_ledgers
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.plan.draft import DataKnobs, PlanDraft
@@ -29,10 +32,13 @@ from strategies.expert.balanced import BalancedKnobs
 from strategies.lowering.updates import Clipping
 from strategies.offload.autohete import AutoHeteKnobs
 from strategies.recompute.recompute import recompute_modes
+from strategies.search.costs import Costs
 from strategies.search.hosted import shortfall
 from strategies.search.options import Choices
+from strategies.search.relax import without_memory
 from strategies.search.routed import Imbalance, balances
-from strategies.search.sites import SiteStructure, draft_of_sites
+from strategies.search.sites import SiteStructure, draft_of_sites, pace_of
+from strategies.search.slab import RECOMPUTE
 
 __all__ = ["SiteWay", "SiteWays"]
 
@@ -78,29 +84,72 @@ class SiteWays:
     def __init__(self, problem: Problem, choices: Choices, contention: bool) -> None:
         self.problem, self.choices, self.contention = problem, choices, contention
         self.refused: Counter[str] = Counter()
-        self.imbalance = Imbalance(problem)
+        self.imbalance, self.costs = Imbalance(problem), Costs(without_memory(problem))
         self._known: dict[tuple[bytes, AutoHeteKnobs | None], float] = {}
 
     def of(self, structure: SiteStructure) -> Iterator[SiteWay]:
-        """Yield the ways that fit into the accelerators, with the sites' paces."""
+        """Yield the ways that fit, with estimates of the sites' paces."""
         shares = structure.shares[0]
         modes = [self._modes()[0]] * len(structure.pools)
         plain = draft_of_sites(self.problem, structure, shares, modes)
         for balance in self._balances(plain):
             for start, hosts in self._starts(structure, shares, balance):
                 try:
-                    full = self.full(start, hosts, LOCAL, balance)
-                    if shortfall(lower(self.problem, full), self.problem).nbytes:
+                    plan = lower(self.problem, self.full(start, hosts, LOCAL, balance))
+                    if shortfall(plan, self.problem).nbytes:
                         continue
-                    rows = [
-                        self._pace(start, hosts, balance, first, dp, m)
-                        for first, dp, m in zip(*_replicas(structure), shares, strict=True)
-                    ]
+                    rows = self._estimates(structure, start, balance, plan)
                 except InputError as error:
                     self.refused[error.message] += 1
                     continue
                 fixed, pace = zip(*rows, strict=True)
                 yield SiteWay(start=start, hosts=hosts, balance=balance, fixed_s=fixed, pace_s=pace)
+
+    def simulated(
+        self, structure: SiteStructure, way: SiteWay, shares: Sequence[int]
+    ) -> SiteWay | None:
+        """A way with paces of sites that were simulated, None where that cannot be planned."""
+        try:
+            rows = [
+                self._pace(way.start, way.hosts, way.balance, first, dp, m)
+                for first, dp, m in zip(*_replicas(structure), shares, strict=True)
+            ]
+        except InputError as error:
+            self.refused[error.message] += 1
+            return None
+        fixed, pace = zip(*rows, strict=True)
+        return msgspec.structs.replace(way, fixed_s=fixed, pace_s=pace)
+
+    def _estimates(
+        self,
+        structure: SiteStructure,
+        start: PlanDraft,
+        balance: BalancedKnobs | None,
+        plan: Plan,
+    ) -> list[tuple[float, float]]:
+        """Fixed time and time per microbatch of each site by closed forms [s].
+
+        Gradients leave for hosts behind the last microbatch: their updates pass behind its
+        backward and the next forward, about one microbatch, and what is left holds everybody up.
+        """
+        job, machine = self.problem.job, self.problem.machine
+        per_param = job.optimizer_bytes + knobs_of(plan, plan.placement.cells[0]).outer_bytes
+        held = {
+            machine.nodes[n].site: update_seconds(machine.nodes[n], job) * x.terms["optimizer"]
+            for n, x in host_ledgers(plan, self.problem, knobs_of).items()
+        }
+        found = []
+        for slab, (first, dp) in zip(
+            structure.slabs, zip(*_replicas(structure), strict=True), strict=True
+        ):
+            alone = _alone(start, first, dp, slab.num_microbatches)
+            mode = np.array([[RECOMPUTE.index(alone.cells[0].recompute)]])
+            fixed, pace = pace_of(self.costs, msgspec.structs.replace(slab, recompute=mode))
+            uneven = self.imbalance.of(alone, balance)
+            host_s = held.get(slab.pools[0].site, 0.0) / per_param
+            fixed += max(0.0, host_s - pace) + uneven.step_s
+            found.append((fixed, pace + uneven.microbatch_s))
+        return found
 
     def _balances(self, draft: PlanDraft) -> list[BalancedKnobs | None]:
         """Balancers that structures are compared under: none, and one of ours that lends little."""
@@ -147,12 +196,7 @@ class SiteWays:
         # What passes to hosts may hide behind all of a step; else few microbatches say it.
         few = max(1, m // 2) if away else min(2 * stages, m)
         counts = few, max(m, few + 1) if away else few + stages
-        mine = [c for c in start.cells if first <= c.replica < first + dp]
-        cells = tuple(msgspec.structs.replace(c, replica=c.replica - first) for c in mine)
-        alone = [
-            msgspec.structs.replace(start, cells=cells, data=DataKnobs(microbatches=(x,) * dp))
-            for x in counts
-        ]
+        alone = [_alone(start, first, dp, x) for x in counts]
         less, more = (self._step(draft, hosts if away else None) for draft in alone)
         pace = (more - less) / (counts[1] - few)
         uneven = self.imbalance.of(alone[0], balance)
@@ -277,6 +321,13 @@ def _fewest(fits: Callable[[int], bool], most: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def _alone(start: PlanDraft, first: int, dp: int, m: int) -> PlanDraft:
+    """The replicas of one site, which begin at the ``first``, with ``m`` microbatches each."""
+    mine = [c for c in start.cells if first <= c.replica < first + dp]
+    cells = tuple(msgspec.structs.replace(c, replica=c.replica - first) for c in mine)
+    return msgspec.structs.replace(start, cells=cells, data=DataKnobs(microbatches=(m,) * dp))
 
 
 def _dps(structure: SiteStructure) -> list[int]:

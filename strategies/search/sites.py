@@ -103,7 +103,7 @@ def site_structures(
         if slabs is None or not all(_may_fit(lean, s, choices) for s in slabs):
             continue
         total = problem.job.global_batch // slabs[0].microbatch
-        pace = tuple(_pace(costs, s) for s in slabs)
+        pace = tuple(pace_of(costs, s)[1] for s in slabs)
         dps = [s.dp for s in slabs]
         shares = share_out([1 / t for t in pace], dps, total)
         if even:
@@ -176,12 +176,13 @@ def _may_fit(lean: Costs, slab: Slab, choices: Choices) -> bool:
     return bool(fits(lean, msgspec.structs.replace(slab, recompute=np.array([[mode]])))[0])
 
 
-def _pace(costs: Costs, slab: Slab) -> float:
-    """Time that one microbatch more of every replica takes [s], by the recurrence."""
+def pace_of(costs: Costs, slab: Slab) -> tuple[float, float]:
+    """What a step takes at least, and for each microbatch of a replica [s], by the recurrence."""
     p = slab.num_stages
     few, more = (msgspec.structs.replace(slab, num_microbatches=m) for m in (4 * p, 5 * p))
     (a,), (b,) = exact_times(costs, [few, more])
-    return max(float(b - a) / p, 1e-12)
+    pace = max(float(b - a) / p, 1e-12)
+    return max(0.0, float(a) - 4 * p * pace), pace
 
 
 def draft_of_sites(

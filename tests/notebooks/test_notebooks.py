@@ -16,7 +16,7 @@ CELL_SECONDS = 30
 
 
 def test_there_are_notebooks() -> None:
-    assert [n.name for n in NOTEBOOKS] == ["30_asynchronous.ipynb"]
+    assert [n.name for n in NOTEBOOKS] == ["30_asynchronous.ipynb", "60_compose.ipynb"]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
