@@ -262,19 +262,8 @@ def _runs(stages: tuple[StageRow, ...]) -> list[tuple[int, int, StageRow]]:
 
 
 def _shown(stage: StageRow) -> tuple[object, ...]:
-    cells = [
-        (
-            c.accelerator,
-            c.replicas,
-            c.tp,
-            c.cp,
-            c.microbatches,
-            c.recompute,
-            _verdict(c),
-            _memory(c),
-        )
-        for c in stage.cells
-    ]
+    own = ("accelerator", "replicas", "tp", "cp", "microbatches", "recompute")
+    cells = [(*(getattr(c, n) for n in own), _verdict(c), _memory(c)) for c in stage.cells]
     return (stage.layers, *cells)
 
 
