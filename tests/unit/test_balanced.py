@@ -100,7 +100,7 @@ def test_a_trace_takes_the_place_of_drawn_routing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"balancer": "spred"}, "no balancer spred; there are none"),
+        ({"balancer": "sprayed"}, "no balancer sprayed; there are none"),
         ({"fresh": True}, "cannot wait for the counts of its own"),
         ({"ep": 1}, "spread them with ep"),
         ({"slots": -1}, "outside the range"),
