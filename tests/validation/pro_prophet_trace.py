@@ -111,6 +111,7 @@ def trace_lines(budgets: Sequence[int] = (1, 2, 4), layers: int = 8) -> list[str
             f"concentration {p.concentration:.0f}"
         )
         lines += [f"  {name:22} {want:.3f}  {got:.3f}" for name, want, got in compared(found)]
+        lines.append("  (Pro-Prophet lends nothing where devices differ by less than 3 means)")
         for name in ("pro-prophet", "eplb", "spread"):
             for budget in budgets:
                 x = fullness(found, name, budget, layers=layers)

@@ -26,6 +26,7 @@ from tests.validation.pro_prophet_tables import (
     setting_lines,
     share_lines,
     step_lines,
+    strict_line,
     summary_lines,
 )
 from tests.validation.pro_prophet_trace import fullness
@@ -130,6 +131,7 @@ def test_tables_say_what_was_found(
     bad = Cell(**{**fields(found[0]), "pro_prophet": 0.5})
     assert "outside: 4 HPNV k=1 DS Pro-Prophet: 0.29" in "\n".join(summary_lines([bad]))
     assert "we do not know why" in "\n".join(summary_lines([bad]))
+    assert "2 of 2 printed" in strict_line(found) and "slower in 0 of 2" in strict_line(found)
     assert len(hot_lines(exponents)) == 2
     assert len(setting_lines(exponents)) == 4 and len(share_lines(exponents)) == 2
     assert len(step_lines(exponents, HPNV4)) == 7
