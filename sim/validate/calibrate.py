@@ -16,7 +16,7 @@ from sim.validate.fit import PRIORS, Case, Fitted, fit
 from sim.validate.judge import held_out
 from sim.validate.predict import Predictor
 from sim.validate.settings import Settings
-from sim.validate.store import Calibration, Changes, Spread
+from sim.validate.store import Calibration, FittedRates, Spread
 
 __all__ = [
     "HELD_OUT",
@@ -100,7 +100,7 @@ def calibrated_predictor(catalog: Catalog, calibration: Calibration | None) -> P
     """Return a predictor under a fit, or one with the profiles' own numbers."""
     if calibration is None:
         return Predictor(catalog)
-    return Predictor(catalog, Changes(catalog, calibration.fitted))
+    return Predictor(catalog, FittedRates(catalog, calibration.fitted))
 
 
 def spread_name(s: Settings, fitted: Fitted) -> str:

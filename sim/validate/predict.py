@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ from sim.validate.build import draft_of, microbatches_of, problem_of
 from sim.validate.settings import Settings
 from sim.validate.skip import Skip
 
-__all__ = ["Predicted", "Predictor", "jobs_at_once", "plan_key"]
+__all__ = ["Predicted", "Predictor", "Rates", "jobs_at_once", "plan_key"]
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,22 +69,37 @@ def jobs_at_once() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
 
 
+class Rates(Protocol):
+    """What a calibration says of a run."""
+
+    def numbers(self, s: Settings) -> dict[str, Any]:
+        """Return numbers of the run's accelerators by profile name, as a cluster says them."""
+
+    def step(self, s: Settings, amounts: Amounts) -> float:
+        """Return the step time of these amounts at those numbers [s]."""
+
+    def known(self, s: Settings) -> bool:
+        """Return whether the calibration saw the run's chips at its precision."""
+
+
 class Predictor:
     """Predicts plans and keeps what it worked out.
 
+    A plan on one type of chip is simulated once, at the numbers of its profiles; a calibration then
+    prices what lies on its critical path. On several types it is simulated at the calibrated ones.
+
     Args:
         catalog: where profiles lie; None means the bundled ones.
-        changes: of a run's settings, numbers of its accelerators by profile name; None for those
-            of the profiles.
+        rates: a calibration; None for the numbers of the profiles.
     """
 
     def __init__(
         self,
         catalog: Catalog | None = None,
-        changes: Callable[[Settings], dict[str, Any]] | None = None,
+        rates: Rates | None = None,
     ) -> None:
         self.catalog = catalog or bundled_catalog()
-        self.changes = changes
+        self.rates = rates
         self._kept: dict[tuple[str, ...], Predicted | str] = {}
 
     def prefetch(
@@ -101,7 +116,7 @@ class Predictor:
             from joblib import Parallel, delayed
 
             # Sent as one that keeps nothing: tasks are pickled while results come in.
-            bare = Predictor(self.catalog, self.changes)
+            bare = Predictor(self.catalog, self.rates)
             work = (delayed(bare._try)(s) for s in todo.values())
             results = Parallel(n_jobs=jobs, return_as="generator")(work)
         else:
@@ -112,7 +127,7 @@ class Predictor:
                 tick(1)
 
     def _key(self, s: Settings) -> tuple[str, ...]:
-        return (plan_key(s), s.stack if self.changes else "", s.precision if self.changes else "")
+        return (plan_key(s), s.stack if self.rates is not None and len(s.chips) > 1 else "")
 
     def _try(self, s: Settings) -> Predicted | str:
         try:
@@ -134,7 +149,13 @@ class Predictor:
         found = self._kept[key]
         if isinstance(found, str):
             raise Skip(found)
-        return found
+        if self.rates is None:
+            return found
+        known = self.rates.known(s)
+        if found.amounts is None:
+            return msgspec.structs.replace(found, calibrated=known)
+        step = self.rates.step(s, found.amounts)
+        return msgspec.structs.replace(found, step_s=step, calibrated=known)
 
     def samples(self, s: Settings) -> tuple[Sample, ...]:
         """Simulate the short steps of a run: one if the whole step is short, else two."""
@@ -145,9 +166,10 @@ class Predictor:
         return tuple(self._sample(s, count) for count in counts)
 
     def _sample(self, s: Settings, microbatches: int) -> Sample:
-        problem = problem_of(
-            s, self.catalog, microbatches, self.changes(s) if self.changes else None
-        )
+        changes = None
+        if self.rates is not None and len(s.chips) > 1:
+            changes = self.rates.numbers(s)
+        problem = problem_of(s, self.catalog, microbatches, changes)
         plan = lower(problem, draft_of(s, problem, microbatches))
         validate(plan)
         return Sample(

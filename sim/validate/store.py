@@ -13,12 +13,13 @@ from sim.cost.compute import compute_dtype
 from sim.errors import InputError
 from sim.hardware.catalog import Catalog
 from sim.hardware.resolve import resolve_accelerator
-from sim.validate.cases import levels_of, precision_of
+from sim.validate.amounts import Amounts
+from sim.validate.cases import case_of, levels_of, precision_of
 from sim.validate.chips import HOMES
-from sim.validate.fit import BEST, LEVELS, REFERENCE, Fitted
+from sim.validate.fit import BEST, LEVELS, REFERENCE, Fitted, predict
 from sim.validate.settings import Settings
 
-__all__ = ["BUNDLED", "Calibration", "Changes", "Spread", "changes_of", "read_calibration"]
+__all__ = ["BUNDLED", "Calibration", "FittedRates", "Spread", "numbers_of", "read_calibration"]
 
 BUNDLED = "calibration.json"
 """Name of the fit that comes with hetlab, among the hardware profiles."""
@@ -76,18 +77,27 @@ def read_calibration(file: str | Path | None = None) -> Calibration:
     return found
 
 
-class Changes:
-    """A predictor's ``changes`` under a fit. Args: catalog: of profiles. fitted: the fit."""
+class FittedRates:
+    """A fit as the rates of a predictor. Args: catalog: of profiles. fitted: the fit."""
 
     def __init__(self, catalog: Catalog, fitted: Fitted) -> None:
         self.catalog, self.fitted = catalog, fitted
 
-    def __call__(self, s: Settings) -> dict[str, Any]:
+    def numbers(self, s: Settings) -> dict[str, Any]:
         """Return the numbers of a run's accelerators by profile name."""
-        return changes_of(s, self.fitted, self.catalog)
+        return numbers_of(s, self.fitted, self.catalog)
+
+    def step(self, s: Settings, amounts: Amounts) -> float:
+        """Return the step time of a run's amounts [s]."""
+        return float(predict(self.fitted, [case_of(s, amounts)])[0])
+
+    def known(self, s: Settings) -> bool:
+        """Return whether the fit saw all of the run's chips at its precision."""
+        levels = [levels_of(s, name)["chip"] for name, _ in s.chips]
+        return all(f"chip:{chip}" in self.fitted.offsets for chip in levels)
 
 
-def changes_of(s: Settings, fitted: Fitted, catalog: Catalog) -> dict[str, Any]:
+def numbers_of(s: Settings, fitted: Fitted, catalog: Catalog) -> dict[str, Any]:
     """Return the accelerator numbers of a run under a fit, by profile name, as a cluster says them.
 
     Args:

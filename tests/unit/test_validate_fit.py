@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
 
+from sim.engine.simulate import simulate
 from sim.hardware.catalog import bundled_catalog
 from sim.hardware.machine import Accelerator
+from sim.plan.lower import lower
 from sim.validate.amounts import Amounts, Sample, whole_step
-from sim.validate.build import microbatches_of
+from sim.validate.build import draft_of, microbatches_of, problem_of
 from sim.validate.calibrate import calibrate, calibrated_predictor, held_out_rows, interval_of
 from sim.validate.cases import case_of, levels_of
 from sim.validate.critical import critical_path
@@ -23,7 +25,7 @@ from sim.validate.judge import folds_of
 from sim.validate.predict import Predictor
 from sim.validate.runs import MeasuredRun, MeasuredValue, read_runs
 from sim.validate.settings import Settings, settings_of
-from sim.validate.store import Calibration, Changes
+from sim.validate.store import Calibration, numbers_of
 
 RUNS = {r.run_id: r for r in read_runs()}
 IDS = ("korth-01-sel", "korth-02-full", "mbridge-049", "simumax-41", "foundry-010", "sailor-16")
@@ -75,11 +77,14 @@ def test_engine_and_fit_say_the_same_under_a_calibration(run_id: str) -> None:
     levels = levels_of(s)
     offsets = {f"{level}:{levels[level]}": 0.02 * i for i, level in enumerate(LEVELS)}
     fitted = msgspec.structs.replace(known(), offsets=offsets)
-    simulated = Predictor(changes=Changes(bundled_catalog(), fitted)).predict(s)
+    numbers = numbers_of(s, fitted, bundled_catalog())
+    m = microbatches_of(s)
+    problem = problem_of(s, bundled_catalog(), m, numbers)
+    simulated = simulate(lower(problem, draft_of(s, problem, m)), problem, overlap=False)
     amounts = Predictor().predict(s).amounts
     assert amounts is not None
     expected = predict(fitted, [case_of(s, amounts)])[0]
-    assert simulated.step_s == pytest.approx(expected, rel=0.02)
+    assert simulated.makespan == pytest.approx(expected, rel=0.02)
 
 
 def cases_of(fitted: Fitted) -> list[Case]:
