@@ -214,7 +214,9 @@ def _routing(
     experts, ep = problem.model.blocks[layers[0].block].num_experts, draft.expert.ep
     keys = [layer.key for layer in layers]
     if not knobs.trace:
-        numbers = {k: v for k, v in msgspec.structs.asdict(knobs.popularity).items() if v}
+        usual = msgspec.structs.asdict(Popularity())
+        stated = msgspec.structs.asdict(knobs.popularity)
+        numbers = {k: v for k, v in stated.items() if v != usual[k]}
         size = {"experts": experts, "sources": ep, "tokens": _copies(problem, draft)["step"]}
         parameters = {"keys": keys, **size, **numbers}
         return Table(origin="generator", generator="moe-routing", parameters=parameters)

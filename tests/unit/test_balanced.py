@@ -74,6 +74,13 @@ def test_routing_is_drawn_from_the_runs_seed() -> None:
     assert all(max(r["l2.load"]) < max(one[0]["l2.load"]) for r in one[1:])
 
 
+def test_drawn_routing_has_the_numbers_of_the_knob_zero_included() -> None:
+    asked = Popularity(sigma=0.5, phi=0.0, step=0.1)
+    numbers = planned(popularity=asked).tables["routing"].parameters
+    names = Popularity.__struct_fields__
+    assert Popularity(**{k: v for k, v in numbers.items() if k in names}) == asked
+
+
 def test_even_routing_costs_what_boxed_layers_cost() -> None:
     """With a table whose routing is forced even, the step is that of the plan without this."""
     even = planned(popularity=Popularity(balanced=True))
