@@ -25,7 +25,7 @@ from sim.hardware.machine import Accelerator
 from sim.model.amounts import attention_flops, dtype_bytes, rank_gemms
 from sim.model.graph import Block
 from sim.problem import Problem
-from sim.validate.critical import critical_path
+from sim.report.explain_path import critical_path
 
 __all__ = ["Amounts", "Sample", "amounts_of", "whole_step"]
 
@@ -118,10 +118,12 @@ def amounts_of(sample: Sample) -> Amounts:
     sums = dict.fromkeys(_SUMS, 0.0)
     sums["steps"] = 1.0
     accelerator = None
-    for node, seconds in critical_path(run):
-        op, rank = graph.ops[node], graph.actors[graph.actor[node]].rank
-        if seconds <= 0.0:
+    for part in critical_path(run, 0.0, run.makespan):
+        node, seconds = part.node, part.end - part.start
+        if node < 0:
+            sums["rest"] += seconds
             continue
+        op, rank = graph.ops[node], graph.actors[graph.actor[node]].rank
         if op.kind in PASSES:
             cell = work.cell(rank, op)
             kinds = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,), "R": (3,)}[op.kind]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -30,8 +32,10 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-HELD_OUT = ("run", "plan", "model", "source")
-"""What a judgement may hold out together."""
+HELD_OUT = ("run", "plan", "model", "source", "anchored")
+"""What a judgement may hold out together; "anchored" is a source of which two runs are known, which
+set one factor on the time of the others and are not judged."""
+ANCHORS = 2
 _FOLDS = {"run": 5, "plan": 5, "model": 5, "source": 0}
 _FEWEST = 8
 """Fewest runs whose spread is worth a number of its own."""
@@ -69,20 +73,39 @@ def held_out_rows(rows: Sequence[Compared], what: str) -> list[Compared]:
     Args:
         rows: compared runs. what: one of ``HELD_OUT``.
     """
+    if what == "anchored":
+        return _anchored(held_out_rows(rows, "source"))
     used = fitted_rows(rows)
     times: Sequence[float] = ()
     if used:
         times = held_out(_cases(used), _names(used, what), _FOLDS[what]).tolist()
+    return [_timed(row, seconds) for row, seconds in zip(used, times, strict=True)]
+
+
+def _timed(row: Compared, seconds: float) -> Compared:
+    """A run with another predicted step time."""
+    assert row.step is not None
+    ratio = seconds / row.step.predicted
+    metrics = {
+        k: Pair(p.measured, p.predicted * (ratio if k == "step_time" else 1.0 / ratio))
+        for k, p in row.metrics.items()
+    }
+    step = Pair(row.step.measured, seconds)
+    return msgspec.structs.replace(row, step=step, metrics=metrics)
+
+
+def _anchored(rows: Sequence[Compared]) -> list[Compared]:
+    """Runs of sources held out, rescaled by two of each; which two no measurement decides."""
+    groups: dict[str, list[Compared]] = defaultdict(list)
+    for row in rows:
+        groups[row.run.source].append(row)
     found = []
-    for row, seconds in zip(used, times, strict=True):
-        assert row.step is not None
-        ratio = seconds / row.step.predicted
-        metrics = {
-            k: Pair(p.measured, p.predicted * (ratio if k == "step_time" else 1.0 / ratio))
-            for k, p in row.metrics.items()
-        }
-        step = Pair(row.step.measured, seconds)
-        found.append(msgspec.structs.replace(row, step=step, metrics=metrics))
+    for members in groups.values():
+        order = sorted(members, key=lambda r: zlib.crc32(r.run.run_id.encode()))
+        known, rest = order[:ANCHORS], order[ANCHORS:]
+        ratios = [r.step.measured / r.step.predicted for r in known if r.step]
+        factor = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        found += [_timed(r, r.step.predicted * factor) for r in rest if r.step]
     return found
 
 

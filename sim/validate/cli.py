@@ -33,7 +33,9 @@ def _validate(
     ] = False,
     held_out: Annotated[
         str,
-        typer.Option(help="Refit without each run, plan, model or source, and judge on those."),
+        typer.Option(
+            help="Refit without each run, plan, model or source (anchored: but two runs of it)."
+        ),
     ] = "",
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
     as_json: JsonOption = False,
