@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sim.spec.fields import Count, Doc, Dtype, Fraction, Seconds
+from sim.spec.routing import Routed, RoutingDoc, routed_from_doc
 
 __all__ = [
     "DTYPE_BYTES",
@@ -19,8 +20,6 @@ __all__ = [
     "OptimizerDoc",
     "Pins",
     "PinsDoc",
-    "Routed",
-    "RoutingDoc",
     "job_from_doc",
 ]
 
@@ -79,42 +78,6 @@ class PinsDoc(Doc):
     recompute: Recompute | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     offload: Literal["auto", "yes", "no"] | None = None
-
-
-class RoutingDoc(Doc):
-    """Where tokens are routed, for models with experts: a trace, or how uneven draws are.
-
-    Args:
-        trace: file of counts, see strategies.expert.routing_files; nothing else stands beside it.
-        sigma, zipf, phi, step, first_layer, concentration: of draws from the run's seed, see
-            strategies.expert.routing_synthetic.Popularity.
-    """
-
-    trace: str | None = None
-    sigma: float | None = Field(default=None, ge=0, le=10)
-    zipf: float | None = Field(default=None, ge=0, le=10)
-    phi: float | None = Field(default=None, ge=0, le=1)
-    step: float | None = Field(default=None, ge=0, le=10)
-    first_layer: float | None = Field(default=None, ge=0, le=1000)
-    concentration: float | None = Field(default=None, ge=0.1)
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> RoutingDoc:
-        drawn = [
-            n for n in RoutingDoc.model_fields if n != "trace" and getattr(self, n) is not None
-        ]
-        if not self.trace and not drawn:
-            raise PydanticCustomError(
-                "routing", "routing is a trace or a draw", {"expected": "trace, sigma or zipf"}
-            )
-        if (self.trace and drawn) or (self.sigma and self.zipf):
-            both = "trace" if self.trace else "sigma"
-            raise PydanticCustomError(
-                "routing",
-                "{both} stands alone, and {other} beside it says otherwise",
-                {"both": both, "other": drawn[-1] if self.trace else "zipf", "expected": "one"},
-            )
-        return self
 
 
 class JobDoc(Doc):
@@ -188,17 +151,6 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
     recompute: Recompute | None = None
     zero: int | None = None
     offload: str | None = None
-
-
-class Routed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where tokens are routed, see ``RoutingDoc``.
-
-    Args:
-        trace: file, "" for draws. numbers: of the draws, by name.
-    """
-
-    trace: str = ""
-    numbers: dict[str, float] = {}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,13 +247,5 @@ def job_from_doc(doc: JobDoc) -> Job:
             allow_inexact=doc.limits.allow_inexact,
         ),
         pins=Pins(microbatch=doc.microbatch, **pins),
-        routing=_routed(doc.routing),
+        routing=routed_from_doc(doc.routing),
     )
-
-
-def _routed(doc: RoutingDoc | None) -> Routed | None:
-    if doc is None:
-        return None
-    given = {name: getattr(doc, name) for name in RoutingDoc.model_fields if name != "trace"}
-    numbers = {name: value for name, value in given.items() if value is not None}
-    return Routed(trace=doc.trace or "", numbers=numbers)

@@ -44,10 +44,8 @@ MILD = 1.02
 """A milder way to exchange may be slower than the fastest by this factor."""
 MOST = 48
 """Most structures that are looked into, those with the least bound first."""
-REFINED = 5
+REFINED = 4
 """Ways whose sites are simulated, those with the least estimate first."""
-PLAYED = 1
-"""Plans that are simulated whole; the next where one does not fit after all."""
 ROUNDS = 12
 """Rounds simulated: a slow site falls behind for some before all keep its pace."""
 
@@ -128,7 +126,7 @@ def rounds_of_sites(
         every = site_structures(problem, site_pools(problem, pools), choices, even=even)
         state.space = len(every)
         for i, structure in enumerate(every[:MOST]):
-            if structure.bound_s >= min([best, *(c.step_s for c in known[PLAYED - 1 : PLAYED])]):
+            if structure.bound_s >= best:
                 state.cut = len(every) - i
                 break
             if late():
@@ -139,13 +137,15 @@ def rounds_of_sites(
             known += [c for c in _candidates(ways, structure, even) if c.step_s < best]
             known.sort(key=lambda c: c.step_s)
             state.tried += 1
-        known = _refined(ways, known, even, late)
-        for candidate in known:
-            if late() or len(state.found) == PLAYED:
-                state.stopped |= late()
-                break
-            played = _Played(problem, ways, candidate, contention).best()
-            state.found += [played] if played else []
+        for lends in (True, False):
+            # Closed forms say what lending gives, so the best without is simulated as well.
+            some = [c for c in known if _lends(c.way) == lends]
+            for candidate in _refined(ways, some, even, late):
+                played = _Played(problem, ways, candidate, contention).best()
+                if played:
+                    state.found.append(played)
+                    break
+        state.stopped |= bool(known) and late()
     except KeyboardInterrupt:
         state.stopped = True
     state.found.sort(key=lambda p: p.batch_s)
@@ -170,6 +170,10 @@ def _refined(
         if way is not None:
             found.append(_candidate(rough.structure, way, even))
     return sorted(found, key=lambda c: c.step_s)
+
+
+def _lends(way: SiteWay) -> bool:
+    return way.balance is not None and way.balance.balancer != "none"
 
 
 def _candidate(structure: SiteStructure, way: SiteWay, even: bool) -> _Candidate:
@@ -251,8 +255,10 @@ class _Played:
             return m * found.microbatch_s + found.step_s
 
         lends = self.candidate.way.balance
-        most = lends.slots if lends is not None and lends.balancer != "none" else 0
-        fit = [k for k in offered if k.slots <= most or k.balancer == "none"]
+        most = lends.slots if lends is not None else 0
+        fit = [k for k in offered if k.slots <= most and k.balancer != "none"]
+        if not _lends(self.candidate.way):
+            fit = [k for k in offered if k.balancer == "none"]
         return min(fit, key=costs)
 
     def _simulated(self, knobs: LocalKnobs, balance: BalancedKnobs | None) -> SitePlan | None:

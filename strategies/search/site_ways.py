@@ -213,7 +213,8 @@ class SiteWays:
         batch = sum(data.microbatches) * pipeline.microbatch
         job = msgspec.structs.replace(self.problem.job, global_batch=batch)
         problem = msgspec.structs.replace(self.problem, job=job)
-        key = (msgspec.json.encode((cells, data, pipeline)), hosts)
+        what = (cells, data, pipeline, alone.expert, alone.tensor)
+        key = (msgspec.json.encode(what), hosts)
         if key not in self._known:
             if hosts is not None:
                 alone = compose(problem, [("offload", hosts)], start=alone)
