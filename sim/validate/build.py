@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any
 
+import msgspec
+
 from sim.errors import InputError
 from sim.hardware.catalog import Catalog
 from sim.plan.draft import (
@@ -17,12 +19,12 @@ from sim.plan.draft import (
     TensorKnobs,
     split_layers,
 )
-from sim.problem import Problem, load_problem
+from sim.problem import Problem, load_problem, problem_hash
 from sim.validate.chips import cluster_of
 from sim.validate.settings import Settings
 from sim.validate.skip import Skip
 
-__all__ = ["draft_of", "microbatches_of", "problem_of"]
+__all__ = ["draft_of", "microbatches_of", "problem_of", "with_batch"]
 
 
 def microbatches_of(s: Settings) -> int:
@@ -56,6 +58,22 @@ def problem_of(
         "flash_attention": s.flash,
     }
     return load_problem(cluster, s.config, job, catalog=catalog)
+
+
+def with_batch(problem: Problem, global_batch: int) -> Problem:
+    """Return a problem with another global batch, on the same machine.
+
+    What is remembered of a machine, as prices of its collectives, then serves both.
+    """
+    documents = problem.documents | {
+        "job": problem.documents["job"] | {"global_batch": global_batch}
+    }
+    return msgspec.structs.replace(
+        problem,
+        job=msgspec.structs.replace(problem.job, global_batch=global_batch),
+        documents=documents,
+        hash=problem_hash(documents),
+    )
 
 
 def draft_of(s: Settings, problem: Problem, microbatches: int) -> PlanDraft:

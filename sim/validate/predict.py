@@ -16,13 +16,14 @@ from sim.cost.ledger import Ledger, peak_memory
 from sim.engine.simulate import simulate
 from sim.errors import HetlabError
 from sim.hardware.catalog import Catalog, bundled_catalog
+from sim.hardware.machine import Machine
 from sim.model.graph import Model
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.plan.validate import validate
 from sim.problem import Problem
 from sim.validate.amounts import Amounts, Sample, whole_step
-from sim.validate.build import draft_of, microbatches_of, problem_of
+from sim.validate.build import draft_of, microbatches_of, problem_of, with_batch
 from sim.validate.settings import Settings
 from sim.validate.skip import Skip
 
@@ -62,6 +63,17 @@ def plan_key(s: Settings) -> str:
 def _first_replica(plan: Plan, problem: Problem) -> dict[int, Ledger]:
     """Stage -> memory of the first replica's cell."""
     return {stage: x for (stage, r), x in peak_memory(plan, problem).items() if r == 0}
+
+
+_MACHINES: dict[bytes, Machine] = {}
+_MACHINES_KEPT = 32
+
+
+def _same(machine: Machine) -> Machine:
+    """The equal machine that this process saw before: what is known of it is then used again."""
+    if len(_MACHINES) >= _MACHINES_KEPT:
+        _MACHINES.clear()
+    return _MACHINES.setdefault(msgspec.json.encode(machine), machine)
 
 
 def jobs_at_once() -> int:
@@ -112,6 +124,8 @@ class Predictor:
         """
         todo = {self._key(s): s for s in settings}
         todo = {k: s for k, s in todo.items() if k not in self._kept}
+        # The same chips in a row, so that a process meets its machine again; deep pipelines first.
+        todo = dict(sorted(todo.items(), key=lambda x: (-x[1].pp * x[1].vpp, x[1].chips)))
         if jobs > 1 and len(todo) > jobs:
             from joblib import Parallel, delayed
 
@@ -163,13 +177,15 @@ class Predictor:
         first, more = (s.pp, s.pp) if s.vpp > 1 else (2 * s.pp, 4 if s.pp > 1 else 1)
         second = first + more
         counts = (whole,) if whole <= second or len(s.chips) > 1 else (first, second)
-        return tuple(self._sample(s, count) for count in counts)
-
-    def _sample(self, s: Settings, microbatches: int) -> Sample:
         changes = None
         if self.rates is not None and len(s.chips) > 1:
             changes = self.rates.numbers(s)
-        problem = problem_of(s, self.catalog, microbatches, changes)
+        problem = problem_of(s, self.catalog, counts[0], changes)
+        problem = msgspec.structs.replace(problem, machine=_same(problem.machine))
+        return tuple(self._sample(s, problem, count) for count in counts)
+
+    def _sample(self, s: Settings, problem: Problem, microbatches: int) -> Sample:
+        problem = with_batch(problem, microbatches * s.mbs * s.dp)
         plan = lower(problem, draft_of(s, problem, microbatches))
         validate(plan)
         return Sample(

@@ -51,7 +51,8 @@ def test_short_steps_give_the_whole_step() -> None:
     """The step of 64 microbatches from those of 16 and 24 is the simulated one."""
     s = settings_of(RUNS["korth-02-full"])
     predictor = Predictor()
-    whole = predictor._sample(s, 64).run.makespan
+    problem = problem_of(s, bundled_catalog(), 64)
+    whole = predictor._sample(s, problem, 64).run.makespan
     assert predictor.predict(s).step_s == pytest.approx(whole, rel=1e-9)
 
 
