@@ -9,6 +9,9 @@
 * ``models/``: Hugging Face config.json files, with where their sizes were read in sources.yaml
 * ``model_sizes.json``: sizes of published models, loaded by their names
 * ``defaults.yaml``: what stands in for a number that nobody measured
+* ``measured_runs.csv``: published training runs, one line per measured value, each with its source
+* ``measured_models.json``: layer sizes of those runs' models, each with its source
+* ``calibration.json``: rates fitted to the runs by ``hetlab calibrate --from-runs``
 """
 
 from __future__ import annotations
