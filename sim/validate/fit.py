@@ -61,12 +61,15 @@ LEVELS: dict[str, tuple[str, float]] = {
     "kind": ("compute", 0.10),
     "axis": ("compute", 0.10),
     "core": ("core", 0.3),
-    "launch": ("launch", 0.5),
+    "traffic": ("traffic", 0.3),
+    "launch": ("launch", 0.8),
     "tp": ("tp", 0.4),
     "ep": ("ep", 0.4),
     "sync": ("sync", 0.7),
 }
 """Level -> what its log offsets act on, and their prior spread."""
+FAR = 6.0
+"""Spreads from its prior that no number or offset goes beyond, so that no step overflows."""
 REFERENCE = 312e12
 """[FLOP/s] 16-bit peak at which ``gemm_half`` is that of the fit; it grows with the peak, since a
 larger chip needs more tiles to be full."""
@@ -158,8 +161,8 @@ def _times(
     )
     lost = (1 + d / t.m) * (1 + d / t.n_) * (1 + d / t.k)
     busy = t.flops * lost / (t.peak * best)
-    memory = t.memory[t.at] * x["memory_efficiency"]
-    slow = t.moved / memory
+    memory = t.memory * x["memory_efficiency"] / factors["traffic"]
+    slow = t.moved / memory[t.at]
     bound = slow > busy
     gemm = factors["gemm"][t.at]
     products = t.count * np.where(bound, slow, busy) * gemm
@@ -170,7 +173,7 @@ def _times(
     by_head = core * x["head_half"] * t.core_heads
     by_keys = core * x["keys_half"] * t.core_keys
     core = core * t.core + by_head + by_keys
-    traffic = t.traffic / (t.memory * x["memory_efficiency"])
+    traffic = t.traffic / memory
     floor = t.sum(np.where(bound, products, 0.0))
     compute = (t.sum(products) + core + traffic) * factor
     parts = {
@@ -198,6 +201,7 @@ def _times(
         "optimizer_efficiency": -update,
         "compute": compute,
         "core": core * factor,
+        "traffic": (floor + traffic) * factor,
         "gemm": t.sum(products) * factor,
         "tp": parts["tp_cost"],
         "ep": parts["ep_cost"],
@@ -252,7 +256,10 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
         own = own * (weight * _robust_slope(data))[:, None]
         return np.concatenate([own, np.diag(1.0 / spread)])
 
-    found = least_squares(residual, first, jacobian, ftol=1e-5, max_nfev=100)
+    found = least_squares(
+        residual, first, jacobian, bounds=(first - FAR * spread, first + FAR * spread),
+        ftol=1e-5, max_nfev=100,
+    )  # fmt: skip
     return Fitted(
         numbers={p.name: float(np.exp(v)) for p, v in zip(priors, found.x[:at], strict=True)},
         offsets={
@@ -262,7 +269,7 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
     )
 
 
-_FACTORS = ("compute", "gemm", "core", "launch", "tp", "ep", "sync")
+_FACTORS = ("compute", "gemm", "core", "traffic", "launch", "tp", "ep", "sync")
 
 
 def _kinds(levels: Sequence[str]) -> Floats:

@@ -126,7 +126,9 @@ def numbers_of(s: Settings, fitted: Fitted, catalog: Catalog) -> dict[str, Any]:
             "head_half": x["head_half"],
             "keys_half": x["keys_half"],
             "attention_efficiency": min(1.0, core / (factor["compute"] * factor["core"])),
-            "memory_efficiency": min(1.0, x["memory_efficiency"] / factor["compute"]),
+            "memory_efficiency": min(
+                1.0, x["memory_efficiency"] / (factor["compute"] * factor["traffic"])
+            ),
             "optimizer_efficiency": min(1.0, x["optimizer_efficiency"]),
             "kernel_overhead": f"{x['kernel_overhead'] * factor['launch']} s",
             "routing_overhead": f"{x['routing_overhead'] * factor['launch']} s",
