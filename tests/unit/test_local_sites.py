@@ -12,6 +12,7 @@ from sim.cost.offload import host_ledgers
 from sim.engine.simulate import Run, simulate
 from sim.model.amounts import rank_params
 from sim.plan.draft import CellKnobs, DataKnobs, ExpertKnobs, PipelineKnobs, PlanDraft
+from sim.plan.io import plan_from_json, plan_to_json
 from sim.plan.lower import lower
 from sim.plan.placement import derive_groups
 from sim.plan.plan import Plan
@@ -19,6 +20,7 @@ from sim.plan.uniform import layer_cuts
 from sim.plan.validate import validate
 from sim.problem import Problem, load_problem
 from strategies.compose import compose
+from strategies.expert.routing_synthetic import Popularity
 
 LARGE, SMALL = "H100-SXM5-80GB", "A100-SXM4-40GB"
 MODEL = {
@@ -184,3 +186,32 @@ def test_a_lone_cell_that_keeps_all_folds_and_prints() -> None:
     assert len(folded.layout.graph.actors) < len(apart.layout.graph.actors)
     cells = {c.accelerator: c.offload for c in plan.placement.cells}
     assert cells == {LARGE: "none", SMALL: ""}
+
+
+def test_all_four_strategies_in_one_plan() -> None:
+    """Lent experts, unlike shares, one site's hosts, steps of one's own: valid, folded alike."""
+    given = two_sites()
+    popularity = {"sigma": 0.6, "step": 0.1, "concentration": 100.0}
+    cells = tuple(CellKnobs(stage=0, replica=r, chips=(r,)) for r in range(8))
+    draft = PlanDraft(
+        cells=cells,
+        pipeline=PipelineKnobs(cuts=(0, len(given.model.blocks))),
+        data=DataKnobs(microbatches=(6,) * 4 + (2,) * 4),
+        expert=ExpertKnobs(ep=4),
+    )
+    chosen: list[tuple[str, Any]] = [
+        ("local_sgd", {"inner": 4, "overlap": True, "bits": 8, "fragments": 2}),
+        ("offload", {"optimizer": LAYERS - 1, "accelerators": (SMALL,)}),
+        ("balanced", {"balancer": "spread", "slots": 1, "popularity": Popularity(**popularity)}),
+    ]
+    # Axes order them, however they are listed.
+    full = compose(given, chosen, start=draft)
+    assert full == compose(given, chosen[::-1], start=draft)
+    plan = lower(given, full)
+    validate(plan, given)
+    assert [c.name for c in plan.lowering][-3:] == ["segments", "lend", "local_steps"]
+    assert plan_from_json(plan_to_json(plan)) == plan and not plan.exact
+    folded, apart = (simulate(plan, given, steps=3, fold=f) for f in (True, False))
+    assert folded.makespan == pytest.approx(apart.makespan, rel=1e-9)
+    kinds = {op.kind for op in apart.layout.graph.ops}
+    assert {"ALL_TO_ALL", "MOVE_EXPERT", "REDUCE_EXPERT", "D2H", "H2D", "ENCODE"} <= kinds
