@@ -29,6 +29,7 @@ from strategies.search.board import Progress
 from strategies.search.options import Choices
 from strategies.search.pools import Pool
 from strategies.search.routed import balances, fits_chips
+from strategies.search.site_memory import complete
 from strategies.search.site_ways import SiteWay, SiteWays
 from strategies.search.sites import (
     SiteStructure,
@@ -235,7 +236,9 @@ class _Played:
     def _exchange_s(self) -> float:
         """What everybody waits for an exchange in full precision [s]."""
         try:
-            draft = self.ways.full(self.start, self.candidate.way.hosts, LocalKnobs(inner=1))
+            draft = complete(
+                self.problem, self.start, self.candidate.way.hosts, LocalKnobs(inner=1)
+            )
         except InputError:
             return math.inf
         run = simulate(lower(self.problem, draft), self.problem, contention=self.contention)
@@ -265,7 +268,7 @@ class _Played:
         """The candidate exchanged and balanced in one way, None where that cannot be."""
         candidate = self.candidate
         try:
-            draft = self.ways.full(self.start, candidate.way.hosts, knobs, balance)
+            draft = complete(self.problem, self.start, candidate.way.hosts, knobs, balance)
             plan = lower(self.problem, draft)
         except InputError as error:
             self.ways.refused[error.message] += 1

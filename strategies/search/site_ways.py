@@ -1,50 +1,40 @@
-"""What each site does to hold its share of a structure, and how fast it is by itself.
+"""How fast each site is by itself, in every way that holds its share of a structure.
 
-What the accelerators of a site do not hold is recomputed, or has its optimizer on the site's hosts:
-of the layers as few as it takes. A site's steps depend on nobody else's, so its pace is that of a
-plan of its chips alone: a fixed part (host traffic, sums) and so much per microbatch, from two
-simulations.
+A site's steps depend on nobody else's, so its pace is that of a plan of its chips alone: a fixed
+part (host traffic, sums) and so much per microbatch, by closed forms, then from two simulations.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from sim.cost.host_links import update_seconds
-from sim.cost.ledger import knobs_of, peak_memory
+from sim.cost.ledger import knobs_of
 from sim.cost.offload import host_ledgers
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.plan.draft import DataKnobs, PlanDraft
 from sim.plan.lower import lower
-from sim.plan.placement import Recompute
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.report import report_of
 from strategies.compose import compose
-from strategies.data.local_sgd import LocalKnobs
 from strategies.expert.balanced import BalancedKnobs
-from strategies.lowering.updates import Clipping
 from strategies.offload.autohete import AutoHeteKnobs
-from strategies.recompute.recompute import recompute_modes
 from strategies.search.costs import Costs
 from strategies.search.hosted import shortfall
 from strategies.search.options import Choices
 from strategies.search.relax import without_memory
 from strategies.search.routed import Imbalance, balances
+from strategies.search.site_memory import LOCAL, SiteMemory, complete, modes, replicas_of
 from strategies.search.sites import SiteStructure, draft_of_sites, pace_of
 from strategies.search.slab import RECOMPUTE
 
 __all__ = ["SiteWay", "SiteWays"]
-
-LOCAL = LocalKnobs(inner=8, overlap=True, bits=8, fragments=4)
-"""How sites exchange where only memory is asked for: with all states that an exchange needs."""
-
 
 SETTLED = 5
 """Steps that a site alone is simulated where hosts update: the first fill its queues."""
@@ -84,18 +74,19 @@ class SiteWays:
     def __init__(self, problem: Problem, choices: Choices, contention: bool) -> None:
         self.problem, self.choices, self.contention = problem, choices, contention
         self.refused: Counter[str] = Counter()
+        self.memory = SiteMemory(problem, choices, self.refused)
         self.imbalance, self.costs = Imbalance(problem), Costs(without_memory(problem))
         self._known: dict[tuple[bytes, AutoHeteKnobs | None], float] = {}
 
     def of(self, structure: SiteStructure) -> Iterator[SiteWay]:
         """Yield the ways that fit, with estimates of the sites' paces."""
         shares = structure.shares[0]
-        modes = [self._modes()[0]] * len(structure.pools)
-        plain = draft_of_sites(self.problem, structure, shares, modes)
+        least = [modes(self.problem, self.choices)[0]] * len(structure.pools)
+        plain = draft_of_sites(self.problem, structure, shares, least)
         for balance in self._balances(plain):
-            for start, hosts in self._starts(structure, shares, balance):
+            for start, hosts in self.memory.starts(structure, shares, balance):
                 try:
-                    plan = lower(self.problem, self.full(start, hosts, LOCAL, balance))
+                    plan = lower(self.problem, complete(self.problem, start, hosts, LOCAL, balance))
                     if shortfall(plan, self.problem).nbytes:
                         continue
                     rows = self._estimates(structure, start, balance, plan)
@@ -112,7 +103,7 @@ class SiteWays:
         try:
             rows = [
                 self._pace(way.start, way.hosts, way.balance, first, dp, m)
-                for first, dp, m in zip(*_replicas(structure), shares, strict=True)
+                for first, dp, m in zip(*replicas_of(structure), shares, strict=True)
             ]
         except InputError as error:
             self.refused[error.message] += 1
@@ -140,7 +131,7 @@ class SiteWays:
         }
         found = []
         for slab, (first, dp) in zip(
-            structure.slabs, zip(*_replicas(structure), strict=True), strict=True
+            structure.slabs, zip(*replicas_of(structure), strict=True), strict=True
         ):
             alone = _alone(start, first, dp, slab.num_microbatches)
             mode = np.array([[RECOMPUTE.index(alone.cells[0].recompute)]])
@@ -158,23 +149,6 @@ class SiteWays:
         ours = [k for k in offered if (k.balancer, k.slots) == ("spread", 1)]
         found += sorted(ours, key=lambda k: -k.period)[:1]
         return [*found] or [None]
-
-    def full(
-        self,
-        start: PlanDraft,
-        hosts: AutoHeteKnobs | None,
-        knobs: LocalKnobs,
-        balance: BalancedKnobs | None = None,
-    ) -> PlanDraft:
-        """Complete a draft: lent experts, what lives on hosts, and how sites exchange.
-
-        Raises:
-            InputError: they do not go together.
-        """
-        chosen: list[tuple[str, msgspec.Struct]] = [("local_sgd", knobs)]
-        chosen += [("offload", hosts)] if hosts is not None else []
-        chosen += [("balanced", balance)] if balance is not None else []
-        return compose(self.problem, chosen, start=start)
 
     # -- pace
 
@@ -223,119 +197,9 @@ class SiteWays:
             self._known[key] = report_of(run, problem).metrics.step_time_s
         return self._known[key]
 
-    # -- memory
-
-    def _starts(
-        self, structure: SiteStructure, shares: tuple[int, ...], balance: BalancedKnobs | None
-    ) -> Iterator[tuple[PlanDraft, AutoHeteKnobs | None]]:
-        """Drafts of a structure, and what they keep on hosts, whose accelerators hold them."""
-        modes, sites = self._modes(), range(len(structure.pools))
-        lacks = {m: self._short(structure, shares, m, balance) for m in modes}
-        ways: list[list[Recompute | None]] = []
-        for site in sites:
-            own: list[Recompute | None] = [*[m for m in modes if not lacks[m][site]][:1]]
-            hosted = "offload" not in self.choices.forbid and self.choices.offload != "no"
-            if own != [modes[0]] and hosted:
-                own.append(None)
-            ways.append(own)
-        for chosen in itertools.product(*ways):
-            kept: list[Recompute] = [m or "none" for m in chosen]
-            away = [k for k, m in enumerate(chosen) if m is None]
-            draft = draft_of_sites(self.problem, structure, shares, kept)
-            if not away:
-                yield draft, None
-            for again in (0, self.problem.model.num_layers) if away else ():
-                hosts = self._hosts(structure, draft, away, again, balance)
-                if hosts is not None:
-                    # Recomputing beside that would only be slower.
-                    yield draft, hosts
-                    break
-
-    def _modes(self) -> list[Recompute]:
-        if self.choices.recompute is not None:
-            return [self.choices.recompute]
-        return list(recompute_modes(self.problem))
-
-    def _short(
-        self,
-        structure: SiteStructure,
-        shares: tuple[int, ...],
-        mode: Recompute,
-        balance: BalancedKnobs | None,
-    ) -> list[bool]:
-        """Which sites lack memory under a mode with nothing on their hosts."""
-        draft = draft_of_sites(self.problem, structure, shares, [mode] * len(structure.pools))
-        full = self.full(draft, None, LOCAL, balance)
-        return self._lacking(lower(self.problem, full), structure)
-
-    def _lacking(self, plan: Plan, structure: SiteStructure) -> list[bool]:
-        ends = list(itertools.accumulate(_dps(structure)))
-        lacks = [False] * len(ends)
-        for (_, replica), ledger in peak_memory(plan, self.problem).items():
-            site = next(k for k, end in enumerate(ends) if replica < end)
-            lacks[site] |= ledger.peak_bytes > ledger.limit_bytes
-        return lacks
-
-    def _hosts(
-        self,
-        structure: SiteStructure,
-        draft: PlanDraft,
-        away: list[int],
-        again: int,
-        balance: BalancedKnobs | None,
-    ) -> AutoHeteKnobs | None:
-        """The fewest layers whose optimizer must be on the hosts of these sites, None if too many.
-
-        What is on the chip falls with every layer that leaves, so the number is found by halving;
-        embedding and head leave last.
-        """
-        n = self.problem.model.num_layers
-        kinds = tuple(dict.fromkeys(structure.pools[k].accelerator for k in away))
-        rest = {p.accelerator for k, p in enumerate(structure.pools) if k not in away}
-        if rest & set(kinds):
-            self.refused["sites of one kind of accelerator would keep unlike things on hosts"] += 1
-            return None
-        clipping: Clipping = "global" if self.problem.job.dtype == "fp16" else "none"
-        base = AutoHeteKnobs(checkpointed=again, accelerators=kinds, clipping=clipping)
-
-        def with_layers(count: int) -> AutoHeteKnobs:
-            return msgspec.structs.replace(base, optimizer=min(count, n), outer=count > n)
-
-        def fits(count: int) -> bool:
-            full = self.full(draft, with_layers(count), LOCAL, balance)
-            return not any(self._lacking(lower(self.problem, full), structure))
-
-        try:
-            count = _fewest(fits, n + 1)
-        except InputError as error:
-            self.refused[error.message] += 1
-            return None
-        return None if count is None else with_layers(count)
-
-
-def _fewest(fits: Callable[[int], bool], most: int) -> int | None:
-    """The smallest of 1 to ``most`` that fits, where all above do; None if not even that."""
-    if not fits(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
-
 
 def _alone(start: PlanDraft, first: int, dp: int, m: int) -> PlanDraft:
     """The replicas of one site, which begin at the ``first``, with ``m`` microbatches each."""
     mine = [c for c in start.cells if first <= c.replica < first + dp]
     cells = tuple(msgspec.structs.replace(c, replica=c.replica - first) for c in mine)
     return msgspec.structs.replace(start, cells=cells, data=DataKnobs(microbatches=(m,) * dp))
-
-
-def _dps(structure: SiteStructure) -> list[int]:
-    return [s.dp for s in structure.slabs]
-
-
-def _replicas(structure: SiteStructure) -> tuple[list[int], list[int]]:
-    """First replica of each site, and how many it has."""
-    dps = _dps(structure)
-    return list(itertools.accumulate(dps, initial=0))[:-1], dps
