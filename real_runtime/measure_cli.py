@@ -154,7 +154,7 @@ def _calibrate(
     from sim.problem import load_problem
 
     if from_runs:
-        from sim.validate.calibrate_file import calibrate_file
+        from sim.fidelity.calibrate_file import calibrate_file
 
         if pairs or cluster:
             raise UsageError("--from-runs fits published runs; it takes no plan and no cluster")

@@ -86,7 +86,7 @@ def test_refuses(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], word
 
 def test_calibrate_from_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A fit of one source, written and read again."""
-    from sim.validate.runs import REQUIRED, read_runs
+    from sim.fidelity.runs import REQUIRED, read_runs
 
     rows = [
         {c: r.columns.get(c, "") for c in REQUIRED}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from sim.fidelity.build import draft_of, microbatches_of, problem_of
+from sim.fidelity.chips import chips_of
+from sim.fidelity.predict import Predictor
+from sim.fidelity.runs import read_runs
+from sim.fidelity.settings import settings_of
+from sim.fidelity.skip import Skip
 from sim.hardware.catalog import bundled_catalog
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.plan.validate import validate
-from sim.validate.build import draft_of, microbatches_of, problem_of
-from sim.validate.chips import chips_of
-from sim.validate.predict import Predictor
-from sim.validate.runs import read_runs
-from sim.validate.settings import settings_of
-from sim.validate.skip import Skip
 
 RUNS = {r.run_id: r for r in read_runs()}
 

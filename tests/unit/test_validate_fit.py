@@ -8,23 +8,23 @@ import pytest
 from scipy.optimize import approx_fprime
 
 from sim.engine.simulate import simulate
+from sim.fidelity.amounts import Amounts, Sample, whole_step
+from sim.fidelity.build import draft_of, microbatches_of, problem_of
+from sim.fidelity.calibrate import calibrate, calibrated_predictor, held_out_rows, interval_of
+from sim.fidelity.cases import case_of, levels_of
+from sim.fidelity.evaluate import Compared, compare
+from sim.fidelity.fit import _FACTORS as FACTORS
+from sim.fidelity.fit import LEVELS, PRIORS, Case, Fitted, fit, predict
+from sim.fidelity.fit import _Table as Table
+from sim.fidelity.fit import _times as times_of
+from sim.fidelity.judge import folds_of
+from sim.fidelity.predict import Predictor
+from sim.fidelity.runs import MeasuredRun, MeasuredValue, read_runs
+from sim.fidelity.settings import Settings, settings_of
+from sim.fidelity.store import Calibration, numbers_of
 from sim.hardware.catalog import bundled_catalog
 from sim.hardware.machine import Accelerator
 from sim.plan.lower import lower
-from sim.validate.amounts import Amounts, Sample, whole_step
-from sim.validate.build import draft_of, microbatches_of, problem_of
-from sim.validate.calibrate import calibrate, calibrated_predictor, held_out_rows, interval_of
-from sim.validate.cases import case_of, levels_of
-from sim.validate.evaluate import Compared, compare
-from sim.validate.fit import _FACTORS as FACTORS
-from sim.validate.fit import LEVELS, PRIORS, Case, Fitted, fit, predict
-from sim.validate.fit import _Table as Table
-from sim.validate.fit import _times as times_of
-from sim.validate.judge import folds_of
-from sim.validate.predict import Predictor
-from sim.validate.runs import MeasuredRun, MeasuredValue, read_runs
-from sim.validate.settings import Settings, settings_of
-from sim.validate.store import Calibration, numbers_of
 
 RUNS = {r.run_id: r for r in read_runs()}
 IDS = ("korth-01-sel", "korth-02-full", "mbridge-049", "simumax-41", "foundry-010", "sailor-16")

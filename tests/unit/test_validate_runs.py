@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sim.errors import InputError, UsageError
-from sim.validate.runs import MeasuredRun, read_runs
-from sim.validate.settings import settings_of
-from sim.validate.skip import Skip
-from sim.validate.where import parse_where, selected
+from sim.fidelity.runs import MeasuredRun, read_runs
+from sim.fidelity.settings import settings_of
+from sim.fidelity.skip import Skip
+from sim.fidelity.where import parse_where, selected
 
 COLUMNS = ("source", "model", "tp", "chips", "notes")
 

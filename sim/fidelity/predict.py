@@ -15,6 +15,10 @@ import msgspec
 from sim.cost.ledger import Ledger, peak_memory
 from sim.engine.simulate import simulate
 from sim.errors import HetlabError
+from sim.fidelity.amounts import Amounts, Sample, whole_step
+from sim.fidelity.build import draft_of, microbatches_of, problem_of, with_batch
+from sim.fidelity.settings import Settings
+from sim.fidelity.skip import Skip
 from sim.hardware.catalog import Catalog, bundled_catalog
 from sim.hardware.machine import Machine
 from sim.model.graph import Model
@@ -22,10 +26,6 @@ from sim.plan.lower import lower
 from sim.plan.plan import Plan
 from sim.plan.validate import validate
 from sim.problem import Problem
-from sim.validate.amounts import Amounts, Sample, whole_step
-from sim.validate.build import draft_of, microbatches_of, problem_of, with_batch
-from sim.validate.settings import Settings
-from sim.validate.skip import Skip
 
 __all__ = ["Predicted", "Predictor", "Rates", "jobs_at_once", "plan_key"]
 

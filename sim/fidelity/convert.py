@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from sim.cost.ledger import Ledger
 from sim.errors import InputError
+from sim.fidelity.predict import Predicted
+from sim.fidelity.runs import MeasuredRun, MeasuredValue
+from sim.fidelity.settings import NOT_TIMED, Settings
+from sim.fidelity.skip import Skip
 from sim.model.amounts import attention_flops, forward_flops
 from sim.model.count import active_params, total_params
 from sim.model.graph import Model
-from sim.validate.predict import Predicted
-from sim.validate.runs import MeasuredRun, MeasuredValue
-from sim.validate.settings import NOT_TIMED, Settings
-from sim.validate.skip import Skip
 
 __all__ = ["TIME_LIKE", "counted_flops", "memory_of", "predicted_value", "step_of"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sim.cost.ledger import Ledger
-from sim.validate.convert import TIME_LIKE, memory_of, predicted_value, step_of
-from sim.validate.predict import Predicted, Predictor, plan_key
-from sim.validate.runs import MeasuredRun
-from sim.validate.settings import Settings, settings_of
-from sim.validate.skip import Skip
+from sim.fidelity.convert import TIME_LIKE, memory_of, predicted_value, step_of
+from sim.fidelity.predict import Predicted, Predictor, plan_key
+from sim.fidelity.runs import MeasuredRun
+from sim.fidelity.settings import Settings, settings_of
+from sim.fidelity.skip import Skip
 
 __all__ = ["Compared", "Pair", "compare"]
 

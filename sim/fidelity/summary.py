@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sim.validate.calibrate import interval_of
-from sim.validate.evaluate import Compared
-from sim.validate.reasons import worst
-from sim.validate.scores import ErrorRow, MemoryRow, error_rows, memory_row
-from sim.validate.store import Calibration
+from sim.fidelity.calibrate import interval_of
+from sim.fidelity.evaluate import Compared
+from sim.fidelity.reasons import worst
+from sim.fidelity.scores import ErrorRow, MemoryRow, error_rows, memory_row
+from sim.fidelity.store import Calibration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.validate.fit import Case, fit, predict
+from sim.fidelity.fit import Case, fit, predict
 
 __all__ = ["folds_of", "held_out"]
 

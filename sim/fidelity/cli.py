@@ -42,14 +42,14 @@ def _validate(
 ) -> None:
     """Predict measured runs and show how far off the predictions are."""
     from sim.errors import UsageError
+    from sim.fidelity.calibrate import HELD_OUT, calibrated_predictor, judged_rows
+    from sim.fidelity.evaluate import compare
+    from sim.fidelity.predict import jobs_at_once
+    from sim.fidelity.runs import read_runs
+    from sim.fidelity.store import read_calibration
+    from sim.fidelity.summary import Basis, print_summary, summary_of
+    from sim.fidelity.where import parse_where, selected
     from sim.hardware.catalog import Catalog
-    from sim.validate.calibrate import HELD_OUT, calibrated_predictor, judged_rows
-    from sim.validate.evaluate import compare
-    from sim.validate.predict import jobs_at_once
-    from sim.validate.runs import read_runs
-    from sim.validate.store import read_calibration
-    from sim.validate.summary import Basis, print_summary, summary_of
-    from sim.validate.where import parse_where, selected
 
     check_output(report, "--report", (".html",))
     if held_out and held_out not in HELD_OUT:
@@ -71,7 +71,7 @@ def _validate(
     about = Basis(calibration=fit, held_out=held_out)
     emit(summary, lambda console: print_summary(console, rows, summary, about), as_json)
     if report is not None:
-        from sim.validate.html import write_report
+        from sim.fidelity.html import write_report
 
         write_report(report, rows, summary, about)
         logger.info("report: %s", report)

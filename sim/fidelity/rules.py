@@ -98,7 +98,7 @@ ERAS: dict[str, str] = {
     "sailor": "Sailor 2025", "dsv3": "DeepSeek 2024", "hexiscale": "FlashFlex 2024",
 }  # fmt: skip
 """Software stack of a source; Megatron-Bridge's is its container release (see
-sim.validate.settings.stack_of)."""
+sim.fidelity.settings.stack_of)."""
 
 
 def rules_of(source: str) -> dict[str, Rule]:

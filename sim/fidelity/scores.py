@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from sim.validate.evaluate import Compared, Pair
+from sim.fidelity.evaluate import Compared, Pair
 
 __all__ = ["ErrorRow", "MemoryRow", "error_rows", "memory_row", "statistics", "subsets_of"]
 

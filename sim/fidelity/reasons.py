@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.validate.evaluate import Compared
+from sim.fidelity.evaluate import Compared
 
 __all__ = ["reason_of", "worst"]
 

@@ -10,15 +10,15 @@ import msgspec
 
 from sim.cli_output import check_output, emit, logger, progress
 from sim.errors import InputError, UsageError
+from sim.fidelity.calibrate import HELD_OUT, calibrate, fitted_rows, held_out_rows
+from sim.fidelity.evaluate import Compared, compare
+from sim.fidelity.fit import LEVELS
+from sim.fidelity.predict import Predictor, jobs_at_once
+from sim.fidelity.runs import read_runs
+from sim.fidelity.scores import statistics, subsets_of
+from sim.fidelity.store import Calibration
 from sim.hardware.catalog import bundled_catalog
 from sim.interop.files import write_whole
-from sim.validate.calibrate import HELD_OUT, calibrate, fitted_rows, held_out_rows
-from sim.validate.evaluate import Compared, compare
-from sim.validate.fit import LEVELS
-from sim.validate.predict import Predictor, jobs_at_once
-from sim.validate.runs import read_runs
-from sim.validate.scores import statistics, subsets_of
-from sim.validate.store import Calibration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.fidelity.cases import case_of, levels_of, weights_of
+from sim.fidelity.evaluate import Compared, Pair
+from sim.fidelity.fit import PRIORS, Case, Fitted, fit
+from sim.fidelity.judge import held_out
+from sim.fidelity.predict import Predictor
+from sim.fidelity.settings import Settings
+from sim.fidelity.store import Calibration, FittedRates, Spread
 from sim.hardware.catalog import Catalog
-from sim.validate.cases import case_of, levels_of, weights_of
-from sim.validate.evaluate import Compared, Pair
-from sim.validate.fit import PRIORS, Case, Fitted, fit
-from sim.validate.judge import held_out
-from sim.validate.predict import Predictor
-from sim.validate.settings import Settings
-from sim.validate.store import Calibration, FittedRates, Spread
 
 __all__ = [
     "HELD_OUT",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from sim.errors import UsageError
-from sim.validate.runs import MeasuredRun
+from sim.fidelity.runs import MeasuredRun
 
 __all__ = ["Condition", "parse_where", "selected"]
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import hardware_profiles
-from sim.validate.runs import MeasuredRun
-from sim.validate.skip import Skip
+from sim.fidelity.runs import MeasuredRun
+from sim.fidelity.skip import Skip
 
 __all__ = ["config_of"]
 

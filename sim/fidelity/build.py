@@ -9,6 +9,9 @@ from typing import Any
 import msgspec
 
 from sim.errors import InputError
+from sim.fidelity.chips import cluster_of
+from sim.fidelity.settings import Settings
+from sim.fidelity.skip import Skip
 from sim.hardware.catalog import Catalog
 from sim.plan.draft import (
     CellKnobs,
@@ -20,9 +23,6 @@ from sim.plan.draft import (
     split_layers,
 )
 from sim.problem import Problem, load_problem, problem_hash
-from sim.validate.chips import cluster_of
-from sim.validate.settings import Settings
-from sim.validate.skip import Skip
 
 __all__ = ["draft_of", "microbatches_of", "problem_of", "with_batch"]
 

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from sim.fidelity.evaluate import Compared
+from sim.fidelity.reasons import worst
+from sim.fidelity.scores import ErrorRow, error_rows
+from sim.fidelity.summary import Basis, Summary, scored_rows
 from sim.interop.files import write_whole
-from sim.validate.evaluate import Compared
-from sim.validate.reasons import worst
-from sim.validate.scores import ErrorRow, error_rows
-from sim.validate.summary import Basis, Summary, scored_rows
 
 __all__ = ["write_report"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sim.validate.amounts import Amounts
-from sim.validate.fit import Case
-from sim.validate.settings import Settings
+from sim.fidelity.amounts import Amounts
+from sim.fidelity.fit import Case
+from sim.fidelity.settings import Settings
 
 __all__ = ["case_of", "levels_of", "precision_of", "weights_of"]
 

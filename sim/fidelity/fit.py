@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.compute import TILE
-from sim.validate.amounts import Amounts
+from sim.fidelity.amounts import Amounts
 
 __all__ = ["PRIORS", "Case", "Fitted", "Number", "fit", "predict"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from sim.validate.chips import HOMES, chips_of
-from sim.validate.rules import BLOCKING, ERAS, SEQUENCE_PARALLEL, WHOLE, rules_of
-from sim.validate.runs import MeasuredRun, read_runs
-from sim.validate.sizes import config_of
-from sim.validate.skip import Skip
+from sim.fidelity.chips import HOMES, chips_of
+from sim.fidelity.rules import BLOCKING, ERAS, SEQUENCE_PARALLEL, WHOLE, rules_of
+from sim.fidelity.runs import MeasuredRun, read_runs
+from sim.fidelity.sizes import config_of
+from sim.fidelity.skip import Skip
 
 __all__ = ["NOT_TIMED", "Settings", "settings_of", "stack_of"]
 

@@ -11,13 +11,13 @@ import msgspec
 import hardware_profiles
 from sim.cost.compute import compute_dtype
 from sim.errors import InputError
+from sim.fidelity.amounts import Amounts
+from sim.fidelity.cases import case_of, levels_of, precision_of
+from sim.fidelity.chips import HOMES
+from sim.fidelity.fit import BEST, LEVELS, REFERENCE, Fitted, predict
+from sim.fidelity.settings import Settings
 from sim.hardware.catalog import Catalog
 from sim.hardware.resolve import resolve_accelerator
-from sim.validate.amounts import Amounts
-from sim.validate.cases import case_of, levels_of, precision_of
-from sim.validate.chips import HOMES
-from sim.validate.fit import BEST, LEVELS, REFERENCE, Fitted, predict
-from sim.validate.settings import Settings
 
 __all__ = ["BUNDLED", "Calibration", "FittedRates", "Spread", "numbers_of", "read_calibration"]
 

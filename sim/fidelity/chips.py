@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from sim.fidelity.skip import Skip
 from sim.hardware.catalog import Catalog
-from sim.validate.skip import Skip
 
 __all__ = ["HOMES", "Home", "chips_of", "cluster_of"]
 
