@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from sim.cost.compute import TILE
 from sim.fidelity.amounts import Amounts
+from sim.fidelity.robust import slope, soft
 
 __all__ = ["PRIORS", "Case", "Fitted", "Number", "fit", "predict"]
 
@@ -245,7 +246,7 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
         total, _ = parts(z)
         data = weight * np.log(total / table.measured)
         # The loss is robust for runs and square for priors: rescale these so that it is.
-        return np.concatenate([_robust(data), (z - first) / spread])
+        return np.concatenate([soft(data), (z - first) / spread])
 
     def jacobian(z: Floats) -> Floats:
         total, slopes = parts(z)
@@ -253,7 +254,7 @@ def fit(cases: Sequence[Case], priors: Sequence[Number] = PRIORS) -> Fitted:
         columns = [slopes[p.name] / total for p in priors]
         each = np.column_stack([slopes[k] / total for k in _FACTORS])
         own = np.column_stack([*columns, member * (each @ kind.T)])
-        own = own * (weight * _robust_slope(data))[:, None]
+        own = own * (weight * slope(data))[:, None]
         return np.concatenate([own, np.diag(1.0 / spread)])
 
     found = least_squares(
@@ -280,18 +281,6 @@ def _kinds(levels: Sequence[str]) -> Floats:
 
 def _factors(logs: Floats) -> dict[str, Floats]:
     return dict(zip(_FACTORS, np.exp(logs).T, strict=True))
-
-
-def _robust(r: Floats) -> Floats:
-    """Residuals whose square is the soft absolute loss 2 (sqrt(1 + r^2) - 1)."""
-    return np.asarray(np.sign(r) * np.sqrt(2.0 * (np.sqrt(1.0 + r * r) - 1.0)))
-
-
-def _robust_slope(r: Floats) -> Floats:
-    """Derivative of ``_robust``, which is 1 at 0."""
-    root = np.sqrt(1.0 + r * r)
-    size = np.sqrt(2.0 * (root - 1.0))
-    return np.asarray(np.where(np.abs(r) < 1e-6, 1.0, np.abs(r) / (root * np.maximum(size, 1e-12))))
 
 
 def predict(fitted: Fitted, cases: Sequence[Case]) -> Floats:
