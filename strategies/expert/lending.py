@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sim.errors import InputError
+from strategies.expert.routing_input import whole_total
 from strategies.expert.spreading import balanced, even, local
 
 __all__ = [
@@ -236,6 +237,7 @@ def _counts(counts: ArrayLike, lending: Lending) -> Ints:
             found=f"{amount.dtype}, smallest {amount.min() if amount.size else 0}",
             expected="integers >= 0",
         )
+    whole_total(amount)
     return amount.astype(np.int64, copy=False)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import InputError
+from strategies.expert.routing_input import whole_total
 
 __all__ = ["LoadRatio", "Routing", "RoutingStatistics", "for_sources", "load_ratio", "statistics"]
 
@@ -50,6 +51,7 @@ class Routing(msgspec.Struct, frozen=True, eq=False):
                 found=str(least),
                 expected="0 or more",
             )
+        whole_total(self.counts)
 
 
 class LoadRatio(msgspec.Struct, frozen=True, kw_only=True):

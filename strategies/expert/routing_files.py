@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 from strategies.expert.routing import Routing
-from strategies.expert.routing_input import experts_of, places, zeros
+from strategies.expert.routing_input import experts_of, limited, places, zeros
 from strategies.expert.routing_tables import count_rows, laer_rows
 from strategies.expert.routing_traces import counts_of_npz, ids_routing, tracer_routing
 
@@ -60,7 +60,7 @@ def load_routing(
             return Routing(counts_of_npz(file), f"counts of {file.name}")
         if file.suffix == ".npy":
             return ids_routing(file, experts, steps, sources)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"cannot read this routing: {error}", file=str(file)) from error
     raise InputError(
         "no known form of routing",
@@ -115,6 +115,7 @@ def _csv(file: Path, experts: int | None, devices: int, method: str, model: str)
             expected=f"a multiple of {shards}",
         )
     loads = _filled(file, rows, shards)
+    limited(file, (*loads.shape[:2], experts, loads.shape[3]))
     whole, rest = np.divmod(loads, experts // shards)
     place = np.arange(experts // shards)[:, None]
     counts = whole[:, :, :, None] + (place < rest[:, :, :, None])

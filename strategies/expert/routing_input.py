@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 
-__all__ = ["MOST", "experts_of", "limited", "places", "zeros"]
+__all__ = ["LARGEST", "MOST", "experts_of", "limited", "places", "whole_total", "zeros"]
 
 MOST = 2**27
 """Most counts of a run (1 GiB); more is taken for a broken file."""
+LARGEST = 2**53
+"""Below it whole numbers and their sums are exact in double precision too."""
 
 Ints = NDArray[np.int64]
 
@@ -68,4 +70,20 @@ def limited(file: Path, shape: Iterable[int]) -> None:
             key="counts",
             found=" x ".join(map(str, sizes)),
             expected=f"at most {MOST} counts",
+        )
+
+
+def whole_total(counts: NDArray[np.integer[Any]]) -> None:
+    """Refuse counts, none negative, whose total is not exact in double precision.
+
+    Raises:
+        InputError: 2^53 tokens or more.
+    """
+    total = float(counts.sum(dtype=np.float64))
+    if total >= LARGEST:
+        raise InputError(
+            "no router sends this many tokens",
+            key="counts",
+            found=f"{total:g} in all",
+            expected=f"below {LARGEST}",
         )

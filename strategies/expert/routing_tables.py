@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import InputError
+from strategies.expert.routing_input import LARGEST
 
 __all__ = ["count_rows", "laer_rows"]
 
@@ -29,7 +30,8 @@ _LAER = {
     "step": ("iter", "record", "step"),
     "count": ("token_num", "tokens", "count"),
 }
-_LARGEST = 2**53
+_LONGEST = 40
+"""Characters of a cell that is still read as a number, or shown."""
 
 
 def count_rows(file: Path, names: Sequence[str], lines: Iterable[str]) -> Ints:
@@ -157,14 +159,17 @@ def _width(file: Path, number: int, cells: Sequence[str], names: Sequence[str]) 
 
 def _whole(file: Path, number: int, key: str, cell: str) -> int:
     text = cell.strip()
-    if not (text.isascii() and text.isdigit()) or int(text) >= _LARGEST:
+    digits = text.isascii() and text.isdigit() and len(text) <= _LONGEST
+    if not digits or int(text) >= LARGEST:
         raise InputError(
             "a routing file holds whole numbers",
             file=str(file),
             line=number,
             key=key,
-            found=cell,
-            expected="a whole number from 0 up",
+            found=cell
+            if len(cell) <= _LONGEST
+            else f"{cell[:_LONGEST]} ... {len(cell)} characters",
+            expected=f"a whole number from 0 up, below {LARGEST}",
         )
     return int(text)
 

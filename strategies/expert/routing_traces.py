@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 from strategies.expert.routing import Routing
-from strategies.expert.routing_input import MOST, experts_of, limited, places, zeros
+from strategies.expert.routing_input import LARGEST, MOST, experts_of, limited, places, zeros
 
 __all__ = ["counts_of_npz", "ids_routing", "tracer_routing"]
 
 Ints = NDArray[np.int64]
 _Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+_HEADER = 2**16
+"""[B] of an npy file that are read before anything in it is believed."""
 
 
 class _Record(msgspec.Struct):
@@ -86,7 +89,7 @@ def _of_record(file: Path, number: int, record: _Record, experts: int | None) ->
 def _parsed(file: Path, number: int, line: bytes, read: Callable[[bytes], _Record]) -> _Record:
     try:
         return read(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(
             f"no record of a router trace: {error}",
             file=str(file),
@@ -104,10 +107,10 @@ def counts_of_npz(file: Path) -> Ints:
     """Return the array ``counts`` of an npz file, after a look at its shape.
 
     Raises:
-        InputError: no such file or array.
+        InputError: no such file or array, or counts that are too large to be added exactly.
     """
-    try:
-        with zipfile.ZipFile(file) as archive, archive.open("counts.npy") as member:
+    with _foreign(file, "no npz file with routing", "counts"), zipfile.ZipFile(file) as archive:
+        with archive.open("counts.npy") as member:
             shape, dtype = _header(file, member)
         limited(file, shape)
         if len(shape) != 4 or dtype.kind not in "iu":
@@ -118,12 +121,17 @@ def counts_of_npz(file: Path) -> Ints:
                 found=f"{dtype} {shape}",
                 expected="integers (steps, layers, experts, sources)",
             )
-        with np.load(file, allow_pickle=False) as arrays:
-            return np.asarray(arrays["counts"], np.int64)
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
+        with archive.open("counts.npy") as member:
+            counts = np.asarray(np.lib.format.read_array(member, allow_pickle=False))
+    if int(counts.max(initial=0)) >= LARGEST:
         raise InputError(
-            f"no npz file with routing: {error}", file=str(file), key="counts"
-        ) from error
+            "no router sends this many tokens",
+            file=str(file),
+            key="counts",
+            found=str(counts.max()),
+            expected=f"below {LARGEST}",
+        )
+    return counts.astype(np.int64)
 
 
 def ids_routing(file: Path, experts: int | None, steps: int, sources: int) -> Routing:
@@ -136,9 +144,8 @@ def ids_routing(file: Path, experts: int | None, steps: int, sources: int) -> Ro
     Raises:
         InputError: no such array, or tokens that cannot be cut so.
     """
-    try:
-        with file.open("rb") as member:
-            shape, dtype = _header(file, member)
+    with _foreign(file, "no npy file"), file.open("rb") as member:
+        shape, dtype = _header(file, member)
         limited(file, shape)
         if len(shape) != 3 or dtype.kind not in "iu" or not all(shape):
             raise InputError(
@@ -147,9 +154,8 @@ def ids_routing(file: Path, experts: int | None, steps: int, sources: int) -> Ro
                 found=f"{dtype} {shape}",
                 expected="integers (tokens, layers, k)",
             )
-        ids = np.load(file, allow_pickle=False).astype(np.int64)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"no npy file: {error}", file=str(file)) from error
+        member.seek(0)
+        ids = np.asarray(np.lib.format.read_array(member, allow_pickle=False))
     size, layers, parts = experts_of(file, ids, experts), ids.shape[1], steps * sources
     if steps < 1 or sources < 1 or len(ids) % parts:
         raise InputError(
@@ -161,14 +167,27 @@ def ids_routing(file: Path, experts: int | None, steps: int, sources: int) -> Ro
         )
     limited(file, (parts, layers, size))
     place = np.arange(len(ids))[:, None] // (len(ids) // parts) * layers + np.arange(layers)
-    flat = place[:, :, None] * size + ids
+    flat = place[:, :, None] * size + ids.astype(np.int64)
     found = np.bincount(flat.ravel(), minlength=parts * layers * size)
     counts = found.reshape(steps, sources, layers, size).transpose(0, 2, 3, 1)
     return Routing(np.ascontiguousarray(counts, np.int64), f"ids of {file.name}")
 
 
-def _header(file: Path, member: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    version = np.lib.format.read_magic(member)
+@contextmanager
+def _foreign(file: Path, what: str, key: str = "") -> Iterator[None]:
+    """Whatever the parsers of zip and npy files stumble over is an error of this file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        why = str(error) or type(error).__name__
+        raise InputError(f"{what}: {why}", file=str(file), key=key) from error
+
+
+def _header(file: Path, member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    head = io.BytesIO(member.read(_HEADER))
+    version = np.lib.format.read_magic(head)
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
@@ -180,5 +199,5 @@ def _header(file: Path, member: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
             found=".".join(map(str, version)),
             expected="1.0 or 2.0",
         )
-    shape, _, dtype = readers[version](member)
+    shape, _, dtype = readers[version](head)
     return shape, dtype

@@ -67,8 +67,9 @@ def balanced(counts: Ints, hosts: Bools, rest: Ints, nodes: Ints, slack: float) 
         nodes: node of each device, shape (D,). slack: see above.
     """
     total = int(counts.sum() + rest.sum())
-    level = int((1.0 + slack) * total / rest.size)
-    if level < total:
+    level = total
+    if 1.0 + slack < rest.size:
+        level = int((1.0 + slack) * total / rest.size)
         level = max(level, lowest_level(counts.sum(axis=1), hosts, rest))
     order = _few_hosts_first(counts.sum(axis=1), hosts)
     own = np.where(hosts, counts, 0)[order]

@@ -119,3 +119,15 @@ def test_refusals():
     with pytest.raises(InputError, match="at least one of each"):
         static(0, 4)
     assert checked(good, budget=1) is good
+
+
+@pytest.mark.parametrize("slack", [0.0, 1e3, np.inf])
+def test_counts_up_to_what_is_exact_are_shared_out_and_more_are_refused(slack):
+    """Sums of the largest stay whole; one step above they would wrap or round."""
+    hosts = np.array([[True, True], [False, True]])
+    lending = Lending(hosts=hosts, home=np.array([0, 1]), split="balanced", slack=slack)
+    most = np.array([[2**53 - 4, 0], [1, 2]])
+    assert shares(most, lending).work.sum() == 2**53 - 1
+    for counts in (most + 1, np.full((2, 2), 2**62)):
+        with pytest.raises(InputError, match="sends this many tokens"):
+            shares(counts, lending)

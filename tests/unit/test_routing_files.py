@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
+import io
 import json
+import lzma
+import zipfile
+import zlib
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from sim.errors import InputError
 from strategies.expert.routing import Routing, statistics
 from strategies.expert.routing_files import load_routing, save_routing
-from strategies.expert.routing_input import MOST
+from strategies.expert.routing_input import LARGEST, MOST
 
 COUNTS = np.random.default_rng(1).integers(0, 99, (3, 2, 4, 2))
 
@@ -53,6 +62,7 @@ def test_csv_with_and_without_sources(tmp_path):
         ("step,layer,expert,count\n0,0,0,1\n0,0,1,x\n", "whole numbers", 3),
         ("step,layer,expert,count\n0,0,0,-1\n", "whole numbers", 2),
         ("step,layer,expert,count\n0,0,0,99999999999999999999\n", "whole numbers", 2),
+        (f"step,layer,expert,count\n0,0,0,{'9' * 5000}\n", "found 9{40} ... 5000 characters", 2),
         ("step,layer,expert,count\n0,0,0\n", "number of cells", 2),
         ("step,layer,expert,count\n0,0,0,1\n\n0,0,0,2\n", "already given", 4),
         ("step,layer,expert,count\n0,0,9,1\n", "does not have", 0),
@@ -196,3 +206,117 @@ def test_arrays_refused(tmp_path):
     (tmp_path / "b.csv").write_bytes(b"step,layer,expert,count\n\xff\n")
     with pytest.raises(InputError, match="cannot read"):
         load_routing(tmp_path / "b.csv")
+
+
+def npy(counts):
+    out = io.BytesIO()
+    np.save(out, counts)
+    return out.getvalue()
+
+
+def packed(method, data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr("counts.npy", data)
+    return out.getvalue()
+
+
+def test_the_array_that_is_read_is_the_one_whose_shape_was_looked_at(tmp_path):
+    """A second member that numpy takes for the same name, and would read in its place."""
+    huge = io.BytesIO()
+    head = {"descr": "<i8", "fortran_order": False, "shape": (10**13, 1, 1, 1)}
+    np.lib.format.write_array_header_1_0(huge, head)
+    file = tmp_path / "a.npz"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("counts.npy", npy(COUNTS))
+        archive.writestr("counts", huge.getvalue())
+    assert (load_routing(file).counts == COUNTS).all()
+    file.write_bytes(packed(zipfile.ZIP_STORED, huge.getvalue()))
+    with pytest.raises(InputError, match="routes this much"):
+        load_routing(file)
+    long = b"\x93NUMPY\x02\x00" + (2**26).to_bytes(4, "little") + b" " * 2**26
+    file.write_bytes(packed(zipfile.ZIP_DEFLATED, long))
+    with pytest.raises(InputError, match="no npz"):
+        load_routing(file)
+
+
+def test_broken_members_of_every_packing_are_the_files_fault(tmp_path):
+    file, whole = tmp_path / "a.npz", npy(COUNTS)
+    streams = {
+        zipfile.ZIP_DEFLATED: zlib.compress(whole, wbits=-15),
+        zipfile.ZIP_BZIP2: bz2.compress(whole),
+        zipfile.ZIP_LZMA: lzma.compress(whole),
+    }
+    for method in streams:
+        good = packed(method, whole)
+        file.write_bytes(good)
+        assert (load_routing(file).counts == COUNTS).all()
+        start = 30 + len("counts.npy")
+        file.write_bytes(good[:start] + b"\xff" * 40 + good[start + 40 :])
+        with pytest.raises(InputError, match=r"no npz|cannot read"):
+            load_routing(file)
+    central = good.rindex(b"PK\x01\x02")
+    for at, value in ((8, 1), (10, 99)):  # encrypted; a packing that nobody knows
+        data = bytearray(good)
+        for place in (central + at, at - 2):
+            data[place] = value
+        file.write_bytes(data)
+        with pytest.raises(InputError, match=r"encrypted|not supported"):
+            load_routing(file)
+
+
+def test_counts_that_cannot_be_added_exactly_are_refused(tmp_path):
+    file = tmp_path / "a.npz"
+    for counts in (np.full((1, 1, 2, 2), 2**64 - 1, np.uint64), np.full((1, 1, 2, 2), 2**51)):
+        np.savez(file, counts=counts)
+        with pytest.raises(InputError, match="sends this many tokens"):
+            load_routing(file)
+    counts = np.full((1, 1, 2, 2), 2**51)
+    counts[0, 0, 0, 0] -= 1
+    assert Routing(counts).counts.sum() == LARGEST - 1
+
+
+@cache
+def good_files():
+    """A small file of every form."""
+    rows = "\n".join(f"{t},{at},{e},{s},{n}" for (t, at, e, s), n in np.ndenumerate(COUNTS))
+    ids = npy(np.random.default_rng(3).integers(0, 5, (6, 3, 2)).astype(np.int16))
+    lines = "\n".join(record(t, 0, [[0, 1], [2, 1]], rank=t) for t in range(3))
+    return {
+        "a.csv": f"step,layer,expert,source,count\n{rows}\n".encode(),
+        "laer.csv": laer(np.arange(8).reshape(4, 1, 2)).encode(),
+        "a.jsonl": lines.encode(),
+        "a.npy": ids,
+        "stored.npz": packed(zipfile.ZIP_STORED, npy(COUNTS)),
+        "deflated.npz": packed(zipfile.ZIP_DEFLATED, npy(COUNTS)),
+        "bzip2.npz": packed(zipfile.ZIP_BZIP2, npy(COUNTS)),
+        "lzma.npz": packed(zipfile.ZIP_LZMA, npy(COUNTS)),
+    }
+
+
+edits = st.lists(
+    st.tuples(st.floats(0, 1), st.sampled_from("rid"), st.binary(min_size=1, max_size=6)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.sampled_from(sorted(good_files())), edits)
+@example("a.csv", [(0.99, "i", b"9" * 5000)])
+@example("a.jsonl", [(0.01, "i", b'"a": ' + b"[" * 100_000)])
+def test_small_changes_of_good_files_are_read_or_refused(tmp_path, name, changes):
+    data = good_files()[name]
+    for place, what, new in changes:
+        at = int(place * len(data))
+        rest = data[at:] if what == "i" else data[at + len(new) :]
+        data = data[:at] + (b"" if what == "d" else new) + rest
+    file = Path(tmp_path, name)
+    file.write_bytes(data)
+    try:
+        found = load_routing(file, experts=8, method="FSDP")
+    except InputError:
+        return
+    assert found.counts.min() >= 0 and found.counts.sum(dtype=float) < LARGEST
