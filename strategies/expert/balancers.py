@@ -68,7 +68,7 @@ BALANCERS: dict[str, Balancer] = {
     "fastermoe": _afresh(fastermoe),
     "fastermoe-release": _afresh(fastermoe_release),
     "pro-prophet": _afresh(pro_prophet),
-    "eplb": _afresh(eplb),
+    "eplb": eplb,
     "spread": _spread,
 }
 """Name -> balancer."""

@@ -1,7 +1,7 @@
 """EPLB: redundant experts packed evenly onto devices (DeepSeek, github.com/deepseek-ai/EPLB).
 
 Its three steps as its description has them; ties go to the lower index. It knows loads only: no
-sources, no earlier places, no cost of moving.
+sources, no earlier places, no cost of moving. Who owns each expert is decided here, after it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,38 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 from strategies.expert.layer_cost import LayerCosts, nodes_of
-from strategies.expert.lending import Lending, static
+from strategies.expert.lending import Lending, copies, static
 
-__all__ = ["eplb", "pack", "rebalance", "replicate"]
+__all__ = ["eplb", "owned", "pack", "rebalance", "replicate"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
-def eplb(counts: Ints, costs: LayerCosts, budget: int, *, groups: int = 0) -> Lending:
+def eplb(
+    counts: Ints,
+    costs: LayerCosts,
+    budget: int,
+    previous: Lending | None = None,
+    *,
+    groups: int = 0,
+) -> Lending:
     """Return EPLB's placement with ``budget`` redundant experts per device.
 
     Hierarchical where equal nodes divide the groups, else global. Replicas of one expert on one
-    device are one copy. An expert's home is its old one where it is still a host, else the host
-    with fewest homes so far. Tokens are spread evenly.
+    device are one copy. Tokens are spread evenly. EPLB knows no owners; here every device owns as
+    many experts as in plain expert parallelism, see :func:`owned`.
 
     Args:
         counts: tokens of each expert from each source, shape (E, S).
         costs: of the layer. budget: slots of each device beside those of its own experts.
+        previous: the lending in use, whose homes stay where they can; None means plain expert
+            parallelism.
         groups: expert groups that share a node; 0 makes each expert a group.
     """
     num_experts, num_devices = counts.shape
-    own = static(num_experts, num_devices).home
+    old = static(num_experts, num_devices) if previous is None else previous
     slots = -(-num_experts // num_devices) + budget
     nodes = nodes_of(costs)
     number = 1
@@ -45,14 +55,37 @@ def eplb(counts: Ints, costs: LayerCosts, budget: int, *, groups: int = 0) -> Le
     placed = rebalance(load, slots * num_devices, groups or num_experts, number, num_devices)
     hosts = np.zeros((num_experts, num_devices), bool)
     hosts[placed, np.repeat(order, slots)] = True
-    home, owned = own.copy(), np.zeros(num_devices, np.int64)
-    stays = hosts[np.arange(num_experts), own]
-    owned += np.bincount(own[stays], minlength=num_devices)
-    for e in np.flatnonzero(~stays):
-        where = np.flatnonzero(hosts[e])
-        home[e] = where[np.argmin(owned[where])]
-        owned[home[e]] += 1
-    return Lending(hosts=hosts, home=home, split="even")
+    return owned(hosts, old.home, load, budget)
+
+
+def owned(hosts: Bools, old: Ints, load: Floats, budget: int) -> Lending:
+    """Return homes for a placement, as many on each device as in plain expert parallelism.
+
+    A cheapest assignment: as few experts as can be get a home that is no host of theirs; then as
+    few as can be leave their old home; then those without have least load. There may be no way
+    without any: EPLB packs slots, so a device may hold more experts that are nowhere else than it
+    can own. Such an expert gets a copy at its home, and where that device then has too many it
+    gives up those with fewest tokens.
+
+    Args:
+        hosts: devices that hold each expert, at most ``budget`` more than they own, shape (E, D).
+        old: home of each expert, shape (E,). load: tokens of each expert, shape (E,).
+        budget: copies that a device has room for.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    num_experts, num_devices = hosts.shape
+    place = static(num_experts, num_devices).home
+    strange = 2 * num_experts + load[:, None] / max(2 * float(load.sum()), 1.0)
+    moved = (place != old[:, None]).astype(np.float64)
+    home = place[linear_sum_assignment(np.where(hosts[:, place], 0.0, strange) + moved)[1]]
+    held = hosts.copy()
+    held[np.arange(num_experts), home] = True
+    for device in np.flatnonzero(copies(Lending(hosts=held, home=home)) > budget):
+        lent = np.flatnonzero(held[:, device] & (home != device))
+        each = load[lent] / held[lent].sum(axis=1)
+        held[lent[np.argsort(each, kind="stable")[: lent.size - budget]], device] = False
+    return Lending(hosts=held, home=home, split="even")
 
 
 def rebalance(

@@ -153,7 +153,7 @@ def scheduled_s(costs: LayerCosts, times: LayerTimes) -> float:
     """
     trans = max(0.0, times.trans - times.fec - costs.fnec_s)
     agg = max(0.0, times.agg - times.bec - costs.bnec_s)
-    return blocking_s(times) - times.trans - times.agg + trans + agg
+    return 2 * (times.dispatch + times.combine) + times.fec + times.bec + trans + agg
 
 
 def predicted_of(costs: LayerCosts, times: LayerTimes, scheduled: bool = True) -> float:

@@ -16,6 +16,8 @@ from strategies.expert.lending import Lending, copies, shares, static
 
 __all__ = ["RELEASED_ALPHA", "planned", "pro_prophet"]
 
+LEAST_GAIN = 1e-12
+"""A list that is better by less, relatively, is rounded otherwise and not better."""
 RELEASED_ALPHA = 3.0
 """Tolerance of the balance test in the released code; the paper gives none."""
 
@@ -61,7 +63,7 @@ def planned(
     while True:
         placed = shares(counts, lending, nodes)
         seconds = predicted_of(costs, times_of(costs, placed, lending), scheduled)
-        if seconds < best_s:
+        if seconds < best_s * (1.0 - LEAST_GAIN):
             best, best_s = lending, seconds
         load = placed.work.sum(axis=0)
         if load.max() - load.min() < tolerance:

@@ -2,8 +2,9 @@
 
 Pro-Prophet lends to everybody but n and computes a token where it is or at home. Here the hosts are
 a subset, chosen by what the links and the sources of the tokens make of it, and tokens go to the
-nearest host with room. What is returned is the best of the search, of Pro-Prophet's plan and of no
-lending under the exact costs: on the counts that it plans from, it is never worse than those.
+nearest host with room. What is returned is the best of the search, of Pro-Prophet's plans with n of
+0 and 1 and of no lending under the exact costs: on the counts that it plans from, it is never worse
+than those.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def spread(
             return previous
     theirs = _Priced(*planned(counts, costs, budget, 0.0, 0, scheduled), None)
     near = _searched(counts, costs, budget, plain, scheduled, True)
-    found += [theirs, near]
+    but_one = _Priced(*planned(counts, costs, budget, 0.0, 1, scheduled), None)
+    found += [theirs, but_one, near]
     if theirs.seconds < near.seconds and copies(theirs.lending).any():
         found.append(_searched(counts, costs, budget, theirs.lending, scheduled, True))
     if theirs.seconds < near.seconds or _computes(near):

@@ -42,6 +42,7 @@ def test_spread_is_never_worse_than_pro_prophet(seed, machine, budget, scheduled
         static(num_experts, 8),
         pro_prophet(counts, costs, budget, scheduled=scheduled),
         pro_prophet(counts, costs, budget, scheduled=scheduled, alpha=0.0),
+        pro_prophet(counts, costs, budget, scheduled=scheduled, alpha=0.0, excluded=1),
     ):
         assert ours <= seconds(costs, counts, other, scheduled) * (1 + 1e-12)
 
