@@ -11,7 +11,7 @@ computed when the run is laid out; the op that runs it (HOST) has a cost of its 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sim.errors import PlanError
@@ -20,7 +20,7 @@ from sim.plan.numbers import check_values
 from sim.plan.op import MAX_DIGITS, Ref
 from sim.plan.plan import Table
 
-__all__ = ["CONTROLLERS", "Resolved", "controller", "resolve_tables"]
+__all__ = ["CONTROLLERS", "Resolved", "controller", "resolve_tables", "unsettled_steps"]
 
 Values = dict[str, Any]
 Controller = Callable[..., Values]
@@ -117,6 +117,19 @@ def resolve_tables(tables: dict[str, Table], steps: int, seed: int = 0) -> Resol
                 for key, value in row.items():
                     check_values(name, key, [value], name not in read)
     return Resolved(rows, {n: t.initial for n, t in tables.items()})
+
+
+def unsettled_steps(tables: Mapping[str, Table]) -> int:
+    """Steps at the beginning of a run in which a controller has no row of the steps before yet.
+
+    Experts are lent by the counts of the step before, so the first step of such a plan lends
+    nothing and says little of those that follow.
+
+    Args:
+        tables: name -> table of a plan.
+    """
+    read = [_source(text) for table in tables.values() for text in table.inputs]
+    return max([lag for name, lag in read if not tables[name].initial], default=0)
 
 
 def _check_origin(name: str, table: Table) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from sim.cost.ledger import Ledger
 from sim.plan.placement import Cell
+from sim.plan.tables import unsettled_steps
 from sim.report.document import Header
 from sim.report.explain_diff import Difference, difference
 from sim.report.explain_fit import Change, changes_that_fit
@@ -146,11 +147,14 @@ def window_of(report: Report) -> Window:
         )
     what = "a round of local steps" if plan.placement.workers else "a step"
     begin, finish = finishes_of(report.spans, barrier=plan.barrier)
-    pace = pace_of(report.spans, barrier=plan.barrier)
+    warm = unsettled_steps(plan.tables) if plan.barrier else None
+    pace = pace_of(report.spans, barrier=plan.barrier, warm_up=warm)
     n = len(finish)
     if plan.barrier:
-        text = f"{what} ends when all ranks have finished it" + (f"; mean of {n}" * (n > 1))
-        return Window(start=begin, stop=float(finish[-1]), steps=n, text=text)
+        warm, text = pace.warm_up, f"{what} ends when all ranks have finished it"
+        text += f"; mean of {n - warm}" * (n > 1) + ", the first left out" * (warm > 0)
+        start = float(finish[warm - 1]) if warm else begin
+        return Window(start=start, stop=float(finish[-1]), steps=n - warm, text=text)
     if n < 3:
         text = f"{what}; mean of {n}, filling the pipeline included" if n > 1 else what
         return Window(start=begin, stop=float(finish[-1]), steps=n, text=text)

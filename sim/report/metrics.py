@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sim.engine.simulate import Run
 from sim.errors import SimulationError
+from sim.plan.tables import unsettled_steps
 from sim.report.basis import Basis
 from sim.report.busy import Busy, busy_of, clipped, sum_by
 from sim.report.delays import SETTLED_STEPS, Delays, settled_delays
@@ -30,7 +31,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         step_time_s: [s] see ``pace_of``. p50_s, p95_s: [s] percentiles over the counted steps.
-        steps: steps of the run. warm_up: steps left out of the slope.
+        steps: steps of the run. warm_up: steps left out of the slope, or of the mean.
     """
 
     step_time_s: float
@@ -62,6 +63,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     updates_per_s: float
     imbalance: float
     straggler_rank: int
+    unsettled: int = 0
 
 
 def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
@@ -72,13 +74,15 @@ def pace_of(spans: Spans, *, barrier: bool, warm_up: int | None = None) -> Pace:
     finish times after the warm-up w and up to the last step but one, which ends early where no
     later step's work competes with its own: (finish(n - 2) - finish(w)) / (n - 2 - w). With fewer
     than three steps the step time is the makespan / steps, which then includes filling the
-    pipeline. Steps at the end that lack late updates do not count.
+    pipeline. Steps at the end that lack late updates do not count. With a barrier a warm-up is left
+    out where it is given, and where steps are left.
 
     Ranks that serve messages have no steps; ``pace_of_run`` knows the pace of such a run.
 
     Args:
         spans: one run. barrier: whether BARRIER ends each step.
-        warm_up: steps w left out; None for a quarter of them, at least one.
+        warm_up: steps w left out; None for a quarter of them, at least one, and with a barrier for
+            none.
 
     Raises:
         SimulationError: the table is empty.
@@ -110,7 +114,8 @@ def pace_of_run(run: Run, spans: Spans, delays: Delays | None = None) -> Pace:
     """The same of a simulation; where ranks serve messages a step is one update.
 
     Its time is then 1 / updates_per_s of the common window, and its spread that between two
-    writes of the first server there.
+    writes of the first server there. Where a barrier ends each step, steps that lack the rows
+    before them (``unsettled_steps``) are left out.
 
     Args:
         run: simulated. spans: of it. delays: from ``settled_delays``, when they are there already.
@@ -120,7 +125,8 @@ def pace_of_run(run: Run, spans: Spans, delays: Delays | None = None) -> Pace:
     """
     found = settled_delays(run) if delays is None else delays
     if found is None:
-        return pace_of(spans, barrier=run.layout.plan.barrier)
+        barrier, tables = run.layout.plan.barrier, run.layout.plan.tables
+        return pace_of(spans, barrier=barrier, warm_up=unsettled_steps(tables) if barrier else None)
     server = server_of_run(run)
     ends = np.sort([h.end for h in run.handled if h.op.writes and h.rank == server])
     ends = ends[np.isfinite(ends)]
@@ -148,9 +154,10 @@ def pace_between(
     n = len(finish)
     took = np.diff(finish, prepend=begin)
     last = n - 1 if n < 3 else n - 2
-    warm = max(1, n // 4) if warm_up is None else warm_up
-    warm = min(warm, last - 1)
-    if barrier or warm < 0 or n < 3:
+    warm = min(max(1, n // 4) if warm_up is None else warm_up, last if barrier else last - 1)
+    if barrier and warm_up and warm == warm_up:
+        step_time, took = float(finish[-1] - finish[warm - 1]) / (n - warm), took[warm:]
+    elif barrier or warm < 0 or n < 3:
         step_time, warm = float(finish[-1] - begin) / n, 0
     else:
         step_time = float(finish[last] - finish[warm]) / (last - warm)
@@ -223,7 +230,7 @@ def metrics_of(
     parts add up. cost_per_mtoken [USD per 1e6 tokens]: (price of all chips * step time + egress) /
     tokens * 1e6, or None without prices. updates_per_s [1/s]: APPLY ops per step, or 1 without any,
     / step time. imbalance: busiest compute stream over the average. straggler_rank: representative
-    of the class with that stream.
+    of the class with that stream. unsettled: steps left out (see ``unsettled_steps``).
 
     Args:
         spans: one run. basis: of its plan. barrier: whether BARRIER ends each step.
@@ -259,6 +266,7 @@ def metrics_of(
         updates_per_s=updates / pace.step_time_s,
         imbalance=float(busy.compute_s.max()) / mean_busy if mean_busy else 1.0,
         straggler_rank=int(busy.rank[np.argmax(busy.compute_s)]) if total else -1,
+        unsettled=pace.warm_up if barrier else 0,
     )  # fmt: skip
 
 

@@ -51,6 +51,9 @@ def headline(document: PlanDocument) -> list[tuple[str, str]]:
     if m.step_p95_s > 1.001 * m.step_p50_s:
         spread = f"{seconds(m.step_p50_s)} median, {seconds(m.step_p95_s)} 95th percentile"
         found.append(("step spread", spread))
+    if m.unsettled:
+        what = "step" if m.unsettled == 1 else f"{m.unsettled} steps"
+        found.append(("left out", f"of step time and spread: the first {what}, not settled yet"))
     return [
         *found,
         ("throughput", f"{_number(m.tokens_per_s)} tokens/s, {_number(m.tgs)} per chip"),

@@ -132,6 +132,7 @@ def drawn(
     tokens: int,
     seed: int = 0,
     popularity: Popularity | None = None,
+    table: str = "",
     **numbers: Any,
 ) -> Routing:
     """Draw a run; a shorter one of the same seed is its beginning.
@@ -140,6 +141,7 @@ def drawn(
         steps, layers, experts, sources: T, L, E, S.
         tokens: that each source sends in each layer and step, k times those of its batch.
         seed: of the stream. popularity: of the experts; or its fields as ``numbers``.
+        table: of a plan, for the rows that a run of this seed has there; "" for another stream.
 
     Raises:
         InputError: nothing to draw, or numbers that mean nothing.
@@ -147,7 +149,7 @@ def drawn(
     how = popularity or _popularity(numbers)
     _sizes(steps=steps, layers=layers, experts=experts, sources=sources, tokens=tokens)
     rows = popularity_rows(
-        random_stream(seed, "moe-routing"),
+        random_stream(seed, *filter(None, (table, "moe-routing"))),
         how,
         layers=layers,
         experts=experts,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import InputError
+from strategies.expert.balancers import get_balancer
 from strategies.expert.layer_cost import LayerCosts
 from strategies.expert.lending import Lending, static
 from strategies.expert.routing import LoadRatio, Routing, load_ratio
@@ -121,11 +122,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return np.where(after > 0, before / np.where(after > 0, after, 1.0), np.inf)
 
 
-def step_times(routing: Routing, costs: StepCosts, balancing: Balancing) -> StepTimes:
+def step_times(
+    routing: Routing, costs: StepCosts, balancing: Balancing, *, tokens: float = 0.0
+) -> StepTimes:
     """Simulate all steps of a run.
 
     Args:
         routing: S = D sources. costs: of L layers. balancing: how.
+        tokens: routed copies of a source in what is timed, a microbatch of a step whose counts the
+            balancer knows; 0 for all of them.
 
     Raises:
         InputError: layers that are not those of the routing, or a period below 1.
@@ -133,7 +138,9 @@ def step_times(routing: Routing, costs: StepCosts, balancing: Balancing) -> Step
     _check(routing, costs, balancing)
     counts = routing.counts
     searched = _searched(len(counts), balancing)
-    found = priced(counts, costs.layers, _lendings(counts, costs, balancing), costs.state_bytes)
+    lendings = _lendings(counts, costs, balancing)
+    counts = _scaled(counts, tokens) if tokens else counts
+    found = priced(counts, costs.layers, lendings, costs.state_bytes)
     trans, agg = _exposed(costs, found, balancing)
     transfer = found.trans.sum(axis=1) + found.agg.sum(axis=1)
     exchange = 2 * (found.dispatch + found.combine).sum(axis=1)
@@ -172,6 +179,13 @@ def _check(routing: Routing, costs: StepCosts, balancing: Balancing) -> None:
             found=f"period {balancing.period}, {balancing.planners} planners",
             expected="1 or more",
         )
+
+
+def _scaled(counts: Ints, tokens: float) -> Ints:
+    """Counts of so many copies per source in the same shares; layers without any have none."""
+    total = counts.sum(axis=(2, 3), keepdims=True)
+    scale = np.where(total > 0, tokens * counts.shape[3] / np.maximum(total, 1), 0.0)
+    return np.rint(counts * scale).astype(np.int64)
 
 
 def _searched(steps: int, balancing: Balancing) -> NDArray[np.bool_]:
@@ -219,8 +233,11 @@ def _waits(
     """What a step waits for plans [s], (T,).
 
     A search starts with its layer's dispatch and runs on a host, layer after layer; the next step
-    waits where its parameters would leave before the plan is there.
+    waits where its parameters would leave before the plan is there. Where nothing is ever lent
+    nobody searches.
     """
+    if balancing.balancer is get_balancer("none"):
+        return np.zeros(len(seconds))
     plans = np.array([each.plan_s for each in costs.layers])
     if balancing.fresh:
         return np.asarray(searched * plans.sum(), np.float64)

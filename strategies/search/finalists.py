@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from sim.engine.simulate import simulate
+from sim.engine.simulate import Run, simulate
 from sim.plan.draft import PlanDraft
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
@@ -24,7 +24,8 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         draft: what to lower. estimate_s: [s] by the recurrence.
         price: what a second costs, 1 where time is the objective. structure: equal for plans that
             differ in layers or knobs only.
-        plan_bound_s: [s] m * L / sum(stages / layer time) of its sizes. binding: in words.
+        plan_bound_s: [s] m * L / sum(stages / layer time) of its sizes. run: where it is simulated
+            under a routing.
     """
 
     draft: PlanDraft
@@ -32,6 +33,7 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
     price: float = 1.0
     structure: bytes = b""
     plan_bound_s: float = 0.0
+    run: Run | None = None
 
 
 def _step_time(plan: Plan, problem: Problem, contention: bool) -> float:

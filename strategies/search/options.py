@@ -98,6 +98,10 @@ def choices_of(problem: Problem, pins: Mapping[str, Any] | None = None) -> Choic
     if unknown:
         raise UsageError(f"no such pin: {unknown[0]}; there are {' '.join(kinds)}")
     found = Choices(**{name: _read_pin(name, v, kinds[name]) for name, v in merged.items()})
+    for name in ("tp", "pp", "dp", "ep", "microbatch", "chunks"):
+        size = getattr(found, name)
+        if size is not None and size < 1:
+            raise UsageError(f"--pin {name}={size}: expected 1 or more")
     if found.schedule is not None and found.schedule not in SCHEDULES:
         raise UsageError(f"no such schedule: {found.schedule}; there are {' '.join(SCHEDULES)}")
     _check_zero(found)

@@ -7,8 +7,7 @@ what closed forms say of it (strategies.expert.step_times), finalists are simula
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -22,26 +21,21 @@ from sim.problem import Problem
 from sim.report.report import report_of
 from strategies.compose import compose
 from strategies.expert.balanced import BALANCED, BalancedKnobs
-from strategies.expert.balancers import get_balancer
-from strategies.expert.draft_costs import costs_of, expert_layers
-from strategies.expert.layer_cost import LayerCosts
-from strategies.expert.routing import Routing, for_sources, load_ratio
-from strategies.expert.routing_synthetic import Popularity, drawn
-from strategies.expert.step_times import Balancing, StepCosts, StepTimes, step_times
+from strategies.expert.routing import load_ratio
+from strategies.expert.routing_synthetic import Popularity
 from strategies.search.options import Choices
+from strategies.search.routed_times import LAYERS, Imbalance, times_of
 
 __all__ = [
-    "Balanced", "ExpertFacts", "Imbalance", "Unevenness", "balances", "best_balance", "even_note",
-    "expert_facts", "fits_chips", "STEPS",
+    "STEPS", "Balanced", "ExpertFacts", "added_s", "balances", "best_balance", "even_note",
+    "expert_facts", "fits_chips",
 ]  # fmt: skip
 
-SAMPLE, LAYERS = 5, 4
-"""Steps, and layers, that closed forms look at; the layers stand for all."""
-SHOWN = 24
-"""Steps over which a plan's distribution is shown."""
-SEED = 0
-STEPS = 6
-"""Steps of a plan that are simulated: routing differs from one to the next."""
+STEPS = 1 + 8
+"""Steps of a plan that are simulated, the first of which lends nothing and is left out: whole
+periods of the balancers offered, because routing differs from one step to the next."""
+PROMISING = 2
+"""Knobs that lend, the best by closed forms, under which a contender is simulated."""
 
 
 class Balanced(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,17 +50,6 @@ class Balanced(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     run: Run
     step_s: float
-
-
-class Unevenness(msgspec.Struct, frozen=True, kw_only=True):
-    """What routing costs a plan beyond even routing [s].
-
-    Args:
-        microbatch_s: of a microbatch. step_s: of a step besides: transfers that nothing hides.
-    """
-
-    microbatch_s: float = 0.0
-    step_s: float = 0.0
 
 
 def balances(problem: Problem, draft: PlanDraft, choices: Choices) -> list[BalancedKnobs]:
@@ -98,7 +81,7 @@ def even_note(problem: Problem) -> str:
 
 
 class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How the experts of a plan are balanced; loads by closed forms over a few steps.
+    """How the experts of a plan are balanced, by closed forms over the steps that are simulated.
 
     Args:
         balancer, slots, period: see strategies.expert.balanced. ep: replicas that share experts.
@@ -106,8 +89,6 @@ class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
         balance_degree: standard deviation of the devices' tokens, of a microbatch; mean over steps
             and layers. rb: that of plain expert parallelism over it (Pro-Prophet), likewise.
         transfer_s, exposed_s: [s] that lent experts travel in a step, and what of it nothing hides.
-        step_p50_s, step_p95_s: [s] of a step of the job: the simulated one, and how it varies with
-            the load of the first group by closed forms.
     """
 
     balancer: str
@@ -120,8 +101,6 @@ class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
     rb: float
     transfer_s: float
     exposed_s: float
-    step_p50_s: float
-    step_p95_s: float
 
     @property
     def text(self) -> str:
@@ -133,96 +112,9 @@ class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"{how}; fullest chip {self.load:.2f} times the mean, {self.static_load:.2f} unbalanced"
             f" (balance degree {self.balance_degree:.0f} tokens, RB {self.rb:.1f}); transfers "
-            f"{1e3 * self.transfer_s:.1f} ms, exposed {1e3 * self.exposed_s:.1f} ms; step p50 "
-            f"{self.step_p50_s:.4g} s, p95 {self.step_p95_s:.4g} s"
+            f"{1e3 * self.transfer_s:.1f} ms, exposed {1e3 * self.exposed_s:.1f} ms; the first "
+            "step is left out"
         )
-
-
-class Imbalance:
-    """What routing costs, by closed forms; each group of chips and balancer once.
-
-    Args:
-        problem: with a job that names its routing.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._known: dict[bytes, tuple[int, Unevenness]] = {}
-
-    def of(self, draft: PlanDraft, knobs: BalancedKnobs | None) -> Unevenness:
-        """Return the cost of a draft under knobs, on the first group of its experts.
-
-        Args:
-            draft: with cells, sizes and cuts. knobs: of ``balanced``, None for even routing.
-        """
-        if knobs is None:
-            return Unevenness()
-        cells = [c for c in draft.cells if c.replica < draft.expert.ep]
-        key = msgspec.json.encode((cells, draft.expert.ep, draft.pipeline.cuts, knobs))
-        if key not in self._known:
-            self._known[key] = (draft.pipeline.microbatch, self._priced(draft, knobs))
-        size, found = self._known[key]
-        # Loads follow shares of tokens, so a microbatch of another size costs in proportion.
-        scaled = found.microbatch_s * draft.pipeline.microbatch / size
-        return msgspec.structs.replace(found, microbatch_s=scaled)
-
-    def _priced(self, draft: PlanDraft, knobs: BalancedKnobs) -> Unevenness:
-        even, real = self.times(draft, None), self.times(draft, knobs)
-        work = [t.exchange_s + t.expert_s for t in (even, real)]
-        stages = 1 + max(c.stage for c in draft.cells)
-        layers = sum(b.num_experts > 0 for b in self.problem.model.blocks)
-        each = layers / stages / min(layers, LAYERS)
-        return Unevenness(
-            microbatch_s=max(0.0, float((work[1] - work[0]).mean())) * each,
-            step_s=float((real.exposed_s + real.plan_s).mean()) * each,
-        )
-
-    def times(
-        self, draft: PlanDraft, knobs: BalancedKnobs | None, steps: int = SAMPLE
-    ) -> StepTimes:
-        """Simulate some steps of one microbatch by closed forms; even routing without knobs."""
-        layers = expert_layers(self.problem, draft)[:LAYERS]
-        known: dict[tuple[int, bool], LayerCosts] = {}
-        costs = []
-        for layer in layers:
-            key = (layer.position, layer.before < 0)
-            if key not in known:
-                known[key] = costs_of(self.problem, draft, layer, knobs.search_s if knobs else 0.0)
-            costs.append(known[key])
-        routing = _routing(self.problem, draft, len(layers), knobs, steps)
-        balancing = Balancing(
-            balancer=get_balancer(knobs.balancer if knobs else "none"),
-            budget=knobs.slots if knobs else 0,
-            period=knobs.period if knobs else 1,
-            fresh=knobs.fresh if knobs else False,
-            scheduled=knobs.overlap if knobs else True,
-        )
-        return step_times(routing, StepCosts(layers=tuple(costs)), balancing)
-
-
-def _routing(
-    problem: Problem, draft: PlanDraft, layers: int, knobs: BalancedKnobs | None, steps: int
-) -> Routing:
-    """Counts of microbatches."""
-    block = next(b for b in problem.model.blocks if b.num_experts)
-    tokens = draft.pipeline.microbatch * problem.job.sequence_length * block.top_k
-    if knobs is not None and knobs.trace:
-        from strategies.expert.routing_files import load_routing
-
-        found = for_sources(load_routing(knobs.trace), draft.expert.ep).counts
-        found = found[:steps, :layers]
-        scale = tokens / found.sum(axis=(2, 3), keepdims=True) * draft.expert.ep
-        return Routing(np.rint(found * scale).astype(np.int64), knobs.trace)
-    popularity = Popularity(balanced=True) if knobs is None else knobs.popularity
-    return drawn(
-        steps=steps,
-        layers=layers,
-        experts=block.num_experts,
-        sources=draft.expert.ep,
-        tokens=tokens,
-        seed=SEED,
-        popularity=popularity,
-    )
 
 
 def fits_chips(plan: Plan, problem: Problem) -> bool:
@@ -231,69 +123,74 @@ def fits_chips(plan: Plan, problem: Problem) -> bool:
     return all(x.peak_bytes <= x.limit_bytes for x in ledgers)
 
 
+def added_s(
+    draft: PlanDraft, offered: Sequence[BalancedKnobs], imbalance: Imbalance
+) -> dict[BalancedKnobs, float]:
+    """Return what closed forms add to a draft's step of even routing under some knobs [s]."""
+    costs = {knobs: imbalance.of(draft, knobs) for knobs in offered}
+    m = max(draft.data.microbatches)
+    return {knobs: m * cost.microbatch_s + cost.step_s for knobs, cost in costs.items()}
+
+
 def best_balance(
     problem: Problem,
     draft: PlanDraft,
     offered: Sequence[BalancedKnobs],
     imbalance: Imbalance,
     *,
-    below: float = math.inf,
     contention: bool = True,
+    late: Callable[[], bool] = lambda: False,
 ) -> Balanced | None:
-    """Simulate a draft under the most promising of some knobs and under no lending; the faster.
+    """Simulate a draft under no lending and under the most promising knobs that fit; the fastest.
 
-    None if none fits or is promising.
+    None if none fits.
 
     Args:
         problem: see there. draft: with its experts. offered: of ``balances``.
-        imbalance: of the problem. below: [s] that closed forms may add to a step at most.
-        contention: transfers share links.
+        imbalance: of the problem. contention: transfers share links.
+        late: True when no other plan than the one in progress may be simulated.
     """
-    m, fit = max(draft.data.microbatches), []
-    for knobs in offered:
-        full = compose(problem, [("balanced", knobs)], start=draft)
+    added = added_s(draft, offered, imbalance)
+    found: list[Balanced] = []
+    lending = 0
+    for knobs in sorted(offered, key=lambda k: (k.balancer != "none", added[k])):
+        if lending == PROMISING or (found and late()):
+            break
+        start = imbalance.with_routing(draft, knobs)
+        full = compose(problem, [("balanced", knobs)], start=start)
         plan = lower(problem, full)
         if fits_chips(plan, problem):
-            cost = imbalance.of(draft, knobs)
-            fit.append((m * cost.microbatch_s + cost.step_s, knobs, full, plan))
-    fit.sort(key=lambda f: f[0])
-    found = []
-    for added, knobs, full, plan in [*fit[:1], *(f for f in fit[1:] if f[1].balancer == "none")]:
-        if added < below:
             run = simulate(plan, problem, steps=STEPS, contention=contention)
             seconds = report_of(run, problem).metrics.step_time_s
             found.append(Balanced(draft=full, knobs=knobs, plan=plan, run=run, step_s=seconds))
+            lending += knobs.balancer != "none"
     return min(found, key=lambda b: b.step_s, default=None)
 
 
-def expert_facts(problem: Problem, draft: PlanDraft, batch_s: float) -> ExpertFacts | None:
+def expert_facts(problem: Problem, draft: PlanDraft) -> ExpertFacts | None:
     """Return what the balancer of a draft does, None for a draft without one.
 
     Args:
-        problem: see there. draft: complete. batch_s: [s] of a step of the job, by the engine.
+        problem: see there. draft: complete.
     """
     if "balanced" not in draft.knobs:
         return None
     knobs = msgspec.convert(draft.knobs["balanced"], BalancedKnobs)
-    times = Imbalance(problem).times(draft, knobs, SHOWN)
-    static = load_ratio(times.static_loads)
+    times = times_of(problem, draft, knobs, STEPS)
+    loads, static = times.loads[1:], times.static_loads[1:]
     layers = sum(b.num_experts > 0 for b in problem.model.blocks)
     stages = 1 + max(c.stage for c in draft.cells)
     each = layers / stages / min(layers, LAYERS)
-    work = draft.data.microbatches[0] * (times.exchange_s + times.expert_s) + times.exposed_s
-    steps = batch_s + each * (work - work.mean())
-    p50, p95 = np.percentile(steps, (50, 95))
+    degree, before = (x.std(axis=2).mean(axis=0) for x in (loads, static))
     return ExpertFacts(
         balancer=knobs.balancer,
         ep=draft.expert.ep,
         slots=knobs.slots if knobs.balancer != "none" else 0,
         period=knobs.period,
-        load=times.load.mean,
-        static_load=static.mean,
-        balance_degree=float(times.balance_degree.mean()),
-        rb=float(np.minimum(times.rb, 1e9).mean()),
-        transfer_s=float(times.transfer_s.mean()) * each,
-        exposed_s=float(times.exposed_s.mean()) * each,
-        step_p50_s=float(p50),
-        step_p95_s=float(p95),
+        load=load_ratio(loads).mean,
+        static_load=load_ratio(static).mean,
+        balance_degree=float(degree.mean()),
+        rb=float(np.minimum(before / np.maximum(degree, 1e-9), 1e9).mean()),
+        transfer_s=float(times.transfer_s[1:].mean()) * each,
+        exposed_s=float(times.exposed_s[1:].mean()) * each,
     )

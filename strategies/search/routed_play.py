@@ -1,25 +1,70 @@
 """Finalists whose experts' load is uneven, as the job's routing says: each with its best balancer.
 
-Estimates take even routing, so they are bounds of such plans: contenders are looked at in the order
-of their estimates until the next cannot beat the best.
+Estimates take even routing, so they are bounds of such plans. Sizes of expert-parallel groups
+differ most in what uneven experts cost, so the most promising contender of every size is simulated,
+then a few more; promising is what is best with its balancer, or without any, by closed forms.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sim.problem import Problem
+from strategies.search.board import Board
 from strategies.search.finalists import Contender, play
 from strategies.search.options import Choices
 from strategies.search.result import Finalist
-from strategies.search.routed import Imbalance, balances, best_balance
+from strategies.search.routed import added_s, balances, best_balance
+from strategies.search.routed_times import Imbalance
+from strategies.search.slab import Slab
 
-__all__ = ["play_routed"]
+__all__ = ["best_of_sizes", "in_turn", "play_routed"]
 
-MOST = 3
-"""Most contenders with spread experts that are simulated."""
+MOST = 2
+"""Most contenders with spread experts that are simulated besides the best of every size."""
+LOOKED = 2
+"""Most contenders of a size that closed forms look at, by their estimates."""
+
+
+def best_of_sizes(board: Board, known: set[int]) -> list[tuple[float, Slab]]:
+    """Return the best judged plan of each expert-parallel size that is not known yet.
+
+    Args:
+        board: of a search. known: sizes that have a plan already; those found are added.
+    """
+    found = []
+    for score, slab in sorted(board.firsts.values(), key=lambda f: f[0]):
+        if slab.ep not in known:
+            known.add(slab.ep)
+            found.append((score, slab))
+    return found
+
+
+def in_turn(
+    contenders: Sequence[Contender], with_balance: Sequence[float], without: Sequence[float]
+) -> list[Contender]:
+    """Contenders to simulate, most promising first: the best of every size, then ``MOST`` more.
+
+    Both with their balancer and without any; so what is simulated where lending is forbidden is
+    simulated where it is allowed.
+
+    Args:
+        contenders: with spread experts or whole ones.
+        with_balance, without: scores by closed forms.
+    """
+    chosen: list[int] = []
+    for scores in (with_balance, without):
+        order = sorted(range(len(contenders)), key=scores.__getitem__)
+        sizes: dict[int, int] = {}
+        for k in order:
+            sizes.setdefault(contenders[k].draft.expert.ep, k)
+        firsts = sorted(sizes.values(), key=scores.__getitem__)
+        more = [k for k in order if k not in firsts and contenders[k].draft.expert.ep > 1]
+        chosen += [k for k in [*firsts, *more[:MOST]] if k not in chosen]
+    return [contenders[k] for k in chosen]
 
 
 def play_routed(
@@ -40,24 +85,46 @@ def play_routed(
     Returns:
         Finalists, best first, each with its contender; and whether the search ran to its end.
     """
-    found: list[tuple[Finalist, Contender]] = []
-    best, spread, imbalance = float("inf"), 0, Imbalance(problem)
+    imbalance, contenders = Imbalance(problem), _first_of_sizes(contenders)
+    scores: list[tuple[float, float]] = []
     for contender in contenders:
+        # Fewer slots matter less than sizes do; which are best is asked of those simulated.
+        offered = [k for k in balances(problem, contender.draft, choices) if k.slots > 1]
+        added = added_s(contender.draft, offered, imbalance)
+        least = min(added.values(), default=0.0)
+        plain = min((s for k, s in added.items() if k.balancer == "none"), default=0.0)
+        scores.append(
+            (
+                (contender.estimate_s + least) * contender.price,
+                (contender.estimate_s + plain) * contender.price,
+            )
+        )
+    chosen = in_turn(contenders, *zip(*scores, strict=True))
+    found: list[tuple[Finalist, Contender]] = []
+    best, complete = float("inf"), True
+    for contender in chosen:
         if contender.estimate_s * contender.price >= best:
-            break
+            continue
         if contender.draft.expert.ep == 1:
             more, complete = play(problem, [contender], 1, contention=contention, late=late)
-        elif spread < MOST:
-            more = _balanced(problem, contender, choices, contention, imbalance, best)
-            spread += len(more)
-            complete = not late()
         else:
-            continue
+            more = _balanced(problem, contender, choices, contention, imbalance, late)
+            complete = not late()
         found += more
         best = min([best, *(f.score for f, _ in more)])
-        if not complete:
-            return sorted(found, key=lambda f: f[0].score), False
-    return sorted(found, key=lambda f: f[0].score), True
+        if found and not complete:
+            break
+    return sorted(found, key=lambda f: f[0].score), complete
+
+
+def _first_of_sizes(contenders: Sequence[Contender]) -> list[Contender]:
+    seen: Counter[int] = Counter()
+    found = []
+    for contender in contenders:
+        seen[contender.draft.expert.ep] += 1
+        if seen[contender.draft.expert.ep] <= LOOKED:
+            found.append(contender)
+    return found
 
 
 def _balanced(
@@ -66,16 +133,16 @@ def _balanced(
     choices: Choices,
     contention: bool,
     imbalance: Imbalance,
-    best: float,
+    late: Callable[[], bool],
 ) -> list[tuple[Finalist, Contender]]:
-    """A contender with its best balancer; none where closed forms say that it cannot win."""
+    """A contender with its best balancer; none where it does not fit under any."""
     played = best_balance(
         problem,
         contender.draft,
         balances(problem, contender.draft, choices),
         imbalance,
-        below=best / contender.price - contender.estimate_s,
         contention=contention,
+        late=late,
     )
     if played is None:
         return []
@@ -85,4 +152,4 @@ def _balanced(
         step_time_s=played.step_s,
         score=played.step_s * contender.price,
     )
-    return [(finalist, msgspec.structs.replace(contender, draft=played.draft))]
+    return [(finalist, msgspec.structs.replace(contender, draft=played.draft, run=played.run))]

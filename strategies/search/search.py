@@ -28,10 +28,11 @@ from strategies.search.replicas import search_replicas
 from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult
 from strategies.search.rounds import rounds_of_sites
-from strategies.search.routed import STEPS, even_note, expert_facts
-from strategies.search.routed_play import play_routed
+from strategies.search.routed import even_note, expert_facts
+from strategies.search.routed_play import best_of_sizes, play_routed
 from strategies.search.site_results import of_sites, price_of_sites
 from strategies.search.slab import Slab, structure_key
+from strategies.search.space import blocks_of
 from strategies.search.store import RunTable
 from strategies.search.verdict import binding_constraint, infeasible, structure_bound
 
@@ -96,6 +97,8 @@ def search(
         evaluator.run(chosen)
     mixed = _replicas(evaluator, chosen, top)
     contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
+    if problem.job.routing is not None and contenders:
+        contenders += _other_sizes(evaluator, chosen, contenders)
     away = partial(
         offloaded, problem, chosen, choices, effort=evaluator.effort, deadline=deadline,
         contention=contention, progress=progress,
@@ -220,13 +223,12 @@ def _result(
     """Put down what was found; ``slab`` is the winner, None for unlike replicas."""
     best, winner = played[0]
     problem = evaluator.costs.problem
-    steps = STEPS if "balanced" in winner.draft.knobs else 1
-    run = simulate(best.plan, problem, steps=steps, contention=contention)
+    run = winner.run or simulate(best.plan, problem, contention=contention)
     return SearchResult(
         problem=problem,
         plan=best.plan,
         run=run,
-        experts=expert_facts(problem, winner.draft, best.step_time_s),
+        experts=expert_facts(problem, winner.draft),
         draft=winner.draft,
         finalists=tuple(f for f, _ in played),
         space=evaluator.space,
@@ -278,15 +280,7 @@ def _contenders(
     """The ``top`` plans of both families, best first."""
     found: list[tuple[float, Contender, Slab | None]] = []
     for score, slab in evaluator.best(top, ALIKE):
-        price = float(evaluator.price(slab)[0])
-        contender = Contender(
-            draft=draft_of(problem, slab),
-            estimate_s=score / price,
-            price=price,
-            structure=structure_key(slab),
-            plan_bound_s=structure_bound(evaluator.costs, slab),
-        )
-        found.append((score, contender, slab))
+        found.append((score, _contender(evaluator, score, slab), slab))
     for plan in mixed:
         price = sum(float(evaluator.price(s)[0]) for s in plan.parts)
         price = price if problem.job.objective == "cost" else 1.0
@@ -300,6 +294,45 @@ def _contenders(
         found.append((plan.seconds * price, contender, None))
     found.sort(key=lambda f: f[0])
     return [(c, slab) for _, c, slab in found[:top]]
+
+
+def _contender(evaluator: Evaluator, score: float, slab: Slab) -> Contender:
+    price = float(evaluator.price(slab)[0])
+    return Contender(
+        draft=draft_of(evaluator.costs.problem, slab),
+        estimate_s=score / price,
+        price=price,
+        structure=structure_key(slab),
+        plan_bound_s=structure_bound(evaluator.costs, slab),
+    )
+
+
+def _other_sizes(
+    evaluator: Evaluator, pools: tuple[Pool, ...], found: list[tuple[Contender, Slab | None]]
+) -> list[tuple[Contender, Slab | None]]:
+    """The best plan of each expert-parallel size that has none among the contenders.
+
+    Even routing says little of how sizes compare; those that it cut are searched by themselves.
+    """
+    known = {c.draft.expert.ep for c, _ in found}
+    more = best_of_sizes(evaluator, known)
+    knobs, choices = evaluator.legal(1, 1, 1, frozenset({1})), evaluator.choices
+    blocks = blocks_of(evaluator.costs, pools, choices, rich=False, knobs=tuple(knobs[:1]))
+    for ep in sorted({b.ep for b in blocks} - known):
+        if evaluator.late(found=True):
+            break
+        alone = Evaluator(
+            evaluator.costs,
+            msgspec.structs.replace(choices, ep=ep),
+            evaluator.effort,
+            1,
+            deadline=evaluator.deadline,
+        )
+        alone.run(pools)
+        more += best_of_sizes(alone, known)
+        evaluator.evaluated += alone.evaluated
+        evaluator.exact += alone.exact
+    return [(_contender(evaluator, score, slab), slab) for score, slab in more]
 
 
 def _check_limit(problem: Problem, best: Finalist) -> None:

@@ -73,7 +73,7 @@ def of_sites(problem: Problem, state: Rounds, other: SearchResult | None) -> Sea
         offload=_hosted(best),
         notes=(*(other.notes if other else ()), *notes),
         sites=_sites(best),
-        experts=expert_facts(problem, best.draft, best.batch_s),
+        experts=expert_facts(problem, best.draft),
         draft=best.draft,
     )
 

