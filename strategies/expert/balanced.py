@@ -36,7 +36,8 @@ class BalancedKnobs(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         balancer: see strategies.expert.balancers; "none" lends nothing.
-        slots: experts that a device has room for besides its own, in every layer.
+        slots: experts that a device has room for besides its own, in every layer. With 0 nothing
+            is lent and no home changes, so "eplb" is refused.
         period: steps from one search to the next.
         overlap: transfers pass behind the layer before; else the layer waits for them.
         eager: so do those of the first layer, behind what lies before it; else it waits for them,
@@ -150,6 +151,8 @@ def _misfit(knobs: BalancedKnobs) -> str:
         return f"no balancer {knobs.balancer}; there are " + " ".join(balancer_names())
     if knobs.fresh and knobs.overlap:
         return "what passes behind the layer before cannot wait for the counts of its own"
+    if knobs.balancer == "eplb" and not knobs.slots:
+        return "eplb moves experts between devices, so it needs slots"
     return ""
 
 
@@ -181,18 +184,21 @@ def _costs(
 def _lent(problem: Problem, draft: PlanDraft, knobs: BalancedKnobs, costs: dict[str, Any]) -> Table:
     block = next(b for b in problem.model.blocks if b.num_experts)
     expert = block.params_experts / block.num_experts / draft.cells[0].tp
+    lends = knobs.slots > 0
     return Table(
         origin="controller",
         controller="lend-experts",
         inputs=(ROUTING, f"{LENT}@1"),
         parameters={
-            "balancer": knobs.balancer,
-            "options": _options(knobs),
+            "balancer": knobs.balancer if lends else "none",
+            "options": _options(knobs) if lends else {},
             "budget": knobs.slots,
             "period": knobs.period,
             "fresh": knobs.fresh,
             "tokens": float(_copies(problem, draft)["microbatch"]),
             "state_bytes": expert * problem.job.optimizer_bytes,
+            "experts": block.num_experts,
+            "devices": draft.expert.ep,
             **costs,
         },
     )

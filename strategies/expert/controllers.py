@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,17 @@ from sim.plan.tables import controller
 from strategies.expert.balancers import Balancer, get_balancer
 from strategies.expert.expert_cost import expert_s
 from strategies.expert.journeys import copies_back, copies_out, journey_s, tokens_back, tokens_out
-from strategies.expert.layer_cost import LayerCosts, costs_from_plain, nodes_of
-from strategies.expert.lending import Lending, Split, moved, rehomed, shares, static
+from strategies.expert.layer_cost import LayerCosts, nodes_of
+from strategies.expert.lend_input import (
+    SPLITS,
+    costs_of_layers,
+    counts_of,
+    last_lending,
+    last_turn,
+    parameters,
+    row_of,
+)
+from strategies.expert.lending import Lending, moved, rehomed, shares, static
 from strategies.expert.link_cost import MeanBandwidth
 from strategies.expert.pro_prophet import pro_prophet
 from strategies.expert.spread import spread
@@ -22,7 +31,6 @@ __all__ = ["lend_experts", "searching"]
 
 Floats = NDArray[np.float64]
 Row = dict[str, Any]
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @controller("lend-experts")
@@ -38,6 +46,8 @@ def lend_experts(
     state_bytes: float,
     costs: Sequence[Mapping[str, Any]],
     layers: Mapping[str, int],
+    experts: int = 0,
+    devices: int = 0,
 ) -> Row:
     """Say where a step's tokens go, and which experts are lent for it.
 
@@ -53,6 +63,10 @@ def lend_experts(
         tokens: routed copies per source and microbatch. state_bytes: [B] that an expert takes along
             when its home changes, besides parameters.
         costs: see strategies.expert.layer_cost.costs_to_plain. layers: layer -> which of them.
+        experts, devices: E and D, which the counts must have; 0 takes any.
+
+    Raises:
+        PlanError: parameters or tables that no plan of ours has.
 
     Returns:
         "searched" 1 or 0. Of every layer "load" and "load_b", each device's forward and backward
@@ -60,17 +74,25 @@ def lend_experts(
         "move" and "reduce" [B], each (D, D), with their parts ".0" and ".1"; "tokens" of each
         device (D,); and the lending that the search made.
     """
-    before, search = read["lent@1"], searching(balancer, options)
-    turn = (int(before["turn"]) + 1) % period if before else 0
+    given = parameters(
+        {
+            "balancer": balancer, "options": options, "budget": budget, "period": period,
+            "fresh": fresh, "tokens": tokens, "state_bytes": state_bytes, "costs": costs,
+            "layers": layers, "experts": experts, "devices": devices,
+        }
+    )  # fmt: skip
+    before, search = row_of(read, "lent@1"), searching(balancer, options)
+    turn = (last_turn(before) + 1) % period if before else 0
     row: Row = {"turn": turn, "searched": float(turn == 0)}
-    known = [costs_from_plain(dict(plain)) for plain in costs]
+    known = costs_of_layers(given, not before)
     for layer, number in layers.items():
-        counts, at = np.asarray(read["routing"][layer], np.int64), known[number]
-        last = _lending(before, layer) if before else static(*counts.shape)
+        counts, at = counts_of(row_of(read, "routing"), layer, given), known[number]
+        last, homes = static(*counts.shape), np.zeros((counts.shape[1],) * 2, np.int64)
+        if before:
+            last, homes = last_lending(before, layer, counts.shape)
         plan = last if turn else search(counts, at, budget, last)
-        homes = rehomed(last, plan)
-        if not fresh:
-            homes = np.asarray(before[f"{layer}.homes"] if before else np.zeros_like(homes))
+        if fresh:
+            homes = rehomed(last, plan)
         used = plan if fresh else last
         found = _amounts(counts, used, at, tokens)
         found |= _copies(used, at, homes.astype(np.float64) * (at.param_bytes + state_bytes))
@@ -104,15 +126,6 @@ def searching(name: str, options: Mapping[str, Any]) -> Balancer:
             counts, costs, budget, previous=previous, **options
         )
     return get_balancer(name)
-
-
-def _lending(row: Row, layer: str) -> Lending:
-    return Lending(
-        hosts=np.array(row[f"{layer}.hosts"], bool),
-        home=np.array(row[f"{layer}.home"], np.int64),
-        split=SPLITS[int(row[f"{layer}.split"])],
-        slack=float(row[f"{layer}.slack"]),
-    )
 
 
 def _amounts(

@@ -60,6 +60,7 @@ def lend(variants: list[Variant], plan: Plan, args: dict[str, Any]) -> list[Vari
     if plan.placement.ep == 1:
         return variants
     _check(variants, plan, given)
+    _check_room(plan, given)
     return [_written(v, plan, given) for v in variants]
 
 
@@ -86,6 +87,20 @@ def _check(variants: list[Variant], plan: Plan, given: LendArguments) -> None:
     for what, broken in reasons.items():
         if broken:
             raise PlanError(f"the pass does not carry {what}", key="lowering.lend")
+
+
+def _check_room(plan: Plan, given: LendArguments) -> None:
+    """The controller fills no more slots than the pass lists transfers, and memory room, for."""
+    table = plan.tables.get(given.table)
+    stated = table.parameters if table is not None and table.controller == "lend-experts" else {}
+    budget = stated.get("budget")
+    if stated.get("balancer") != "none" and isinstance(budget, int) and budget > given.slots:
+        raise PlanError(
+            "the controller lends more experts than the pass has slots for",
+            key=f"tables.{given.table}.parameters.budget",
+            found=str(budget),
+            expected=f"at most {given.slots}, the slots of the pass lend",
+        )
 
 
 def _unlike(variants: list[Variant], placement: Placement) -> bool:
