@@ -37,12 +37,17 @@ PULL = 1e-3
 LARGEST_ERROR = 1.0
 """Relative standard error up to which a factor is decided."""
 SEEN, TRIED = 1e-3, float(np.log(4.0))
-"""A number is seen when a factor of 4, up or down, moves the weighted logarithms by so much."""
+"""A number is seen when a factor of 4, up or down, moves the weighted logarithms by so much.
+
+Up, the factor is less where the document allows no such number.
+"""
 SHORTEST = 1e-6
 """[s] Shorter ops are not compared."""
 STEP = 1e-3
 """Of the numeric derivatives, in logarithms of factors."""
 WIDEST = float(np.log(100.0))
+LARGE = 0.999
+"""Of the largest factor: from here on it binds."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +56,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         name: of it. before, after: [SI]. factor: their ratio. error: relative standard error of the
             factor, from the residuals. decided: by the runs; other numbers are kept.
+        bound: the document allows no larger factor.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     factor: float
     error: float
     decided: bool
+    bound: bool = False
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,8 +214,9 @@ def _seen(fit: _Fit) -> list[Scale]:
     """Numbers that move some op."""
     base, found = fit.off(np.zeros(len(fit.which))), []
     for i, scale in enumerate(fit.which):
-        tried = TRIED * np.eye(len(fit.which))[i]
-        moves = [np.linalg.norm(fit.weights * (fit.off(x) - base)) for x in (tried, -tried)]
+        one = np.eye(len(fit.which))[i]
+        tried = (one * min(TRIED, float(np.log(scale.largest))), -TRIED * one)
+        moves = [np.linalg.norm(fit.weights * (fit.off(x) - base)) for x in tried]
         if max(moves) > SEEN:
             found.append(scale)
     return found
@@ -223,8 +231,9 @@ def _solved(
     which = list(which)
     while which:
         fit, zero = _Fit(cases, cluster, which), np.zeros(len(which))
+        largest = np.minimum(WIDEST, np.log([scale.largest for scale in which]))
         found = least_squares(
-            fit.residuals, zero, bounds=(-WIDEST, WIDEST), diff_step=np.full(len(which), STEP)
+            fit.residuals, zero, bounds=(-WIDEST, largest), diff_step=np.full(len(which), STEP)
         )
         errors = _errors(np.asarray(found.jac), found.fun)
         worst = int(np.argmax(errors))
@@ -272,7 +281,7 @@ def _result(
             Change(
                 name=s.name, before=s.value, after=s.value * factors.get(s.name, 1.0),
                 factor=factors.get(s.name, 1.0), error=error_of.get(s.name, 0.0),
-                decided=s.name in factors,
+                decided=s.name in factors, bound=factors.get(s.name, 1.0) > LARGE * s.largest,
             )
             for s in every
         ),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sim.hardware.catalog import bundled_catalog
 from sim.units import Dimension, parse_quantity
 
 __all__ = ["Scale", "merged", "scaled", "scales"]
@@ -28,12 +31,14 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         name: for people, e.g. "CPU gemm_efficiency". place: keys from the document's top to the
             mapping that holds it. key: in that mapping. value: [SI] before.
+        largest: factor that gives a document which may be.
     """
 
     name: str
     place: tuple[str | int, ...]
     key: str
     value: float
+    largest: float = math.inf
 
 
 def merged(cluster: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +65,20 @@ def scales(cluster: dict[str, Any]) -> tuple[Scale, ...]:
         cluster: from ``merged``.
     """
     found = []
+    known = set(bundled_catalog().names("accelerators"))
     for i, chip in enumerate(cluster["profiles"]["accelerators"]):
+        # The peak of a chip of the catalogue is its maker's; attention raises none.
+        fixed = {"attention_efficiency"}
+        if Path(chip["name"]).name in known:
+            fixed.add("gemm_efficiency")
         of_chip = ("profiles", "accelerators", i)
         for key in OF_CHIP:
             dimension: Dimension = "seconds" if key == "kernel_overhead" else "fraction"
             value = _value(chip.get(key, 0.0), dimension)
             if value > 0:
                 name = f"{chip['name']} {key}"
-                found.append(Scale(name=name, place=of_chip, key=key, value=value))
+                largest = 1 / value if key in fixed else math.inf
+                found.append(Scale(name=name, place=of_chip, key=key, value=value, largest=largest))
     for name, place, link in _links(cluster):
         for key, dimension in OF_LINK:
             if key in link or (key == "latency" and "rate" in link):
@@ -109,7 +120,8 @@ def scaled(
     rest: they were too low.
 
     Args:
-        cluster: from ``merged``. which: numbers. factors: of each. source: of each, in words.
+        cluster: from ``merged``. which: numbers. factors: of each, at most its ``largest``.
+        source: of each, in words.
     """
     found = copy.deepcopy(cluster)
     for scale, factor, words in zip(which, factors, source, strict=True):

@@ -22,6 +22,9 @@ def print_calibration(console: Console, c: Calibration) -> None:
         lines.append(f"{x.name:<44}{x.before:>12.4g}{after}")
     if any(x.after > 1 for x in c.changes if x.name.endswith("efficiency")):
         lines.append("an efficiency above 1: in the file it is 1, and the peak takes the rest")
+    bound = ", ".join(x.name for x in c.changes if x.bound and x.decided)
+    if bound:
+        lines.append(f"as large as the cluster's file may say: {bound}")
     lines += [
         "",
         f"{'kind':<16}{'median error before':>20}{'after':>9}   of {c.ops} ops, {c.steps} steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
@@ -19,6 +21,7 @@ import recorded  # noqa: E402
 import real_runtime.calibrate  # noqa: E402
 from real_runtime.calibrate import Calibration, calibrate  # noqa: E402
 from real_runtime.calibrate_document import merged, scaled, scales  # noqa: E402
+from real_runtime.calibrate_table import print_calibration  # noqa: E402
 from real_runtime.compare import compare  # noqa: E402
 from real_runtime.compare_run import moved, read_run  # noqa: E402
 from real_runtime.measure_cli import _calibrate  # noqa: E402
@@ -97,6 +100,46 @@ def test_the_corrected_cluster_predicts_a_plan_it_never_saw(tmp_path: Path) -> N
         return abs(c.predicted_step_time_s / c.measured_step_time_s - 1)
 
     assert error(before) > 0.2 and error(after) < 0.01
+
+
+@pytest.mark.parametrize("cluster", ["v100_t4", "desk_three_cards"])
+def test_bundled_chips_are_calibrated(tmp_path: Path, cluster: str) -> None:
+    """Their peaks stay: the catalogue refuses others, also while factors are tried."""
+    problem = load_problem(cluster, "llama_tiny", "two_processes")
+    plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 5, 10)))
+    run = read_run(recorded.record(tmp_path / "same", plan, problem), plan)
+    same = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
+    decided = {c.name: c.factor for c in same.changes if c.decided}
+    assert len(decided) == 6 and all(f == pytest.approx(1.0, abs=1e-6) for f in decided.values())
+    document = merged(problem.documents["cluster"])
+    gemm = next(s for s in scales(document) if s.name in decided and s.key == "gemm_efficiency")
+    slow = load_problem(scaled(document, [gemm], [0.7], [""]), "llama_tiny", "two_processes")
+    run = read_run(recorded.record(tmp_path / "slow", plan, slow), plan)
+    found = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
+    for c in found.changes:
+        assert c.factor == pytest.approx(0.7 if c.name == gemm.name else 1.0, rel=0.01), c
+    names = [chip["name"] for chip in document["profiles"]["accelerators"]]
+    peaks = [load_problem(x, "llama_tiny", "two_processes").machine.accelerators
+             for x in (document, found.cluster)]  # fmt: skip
+    for name in names:
+        assert peaks[0][name].peak_flops_per_s == peaks[1][name].peak_flops_per_s
+
+
+def test_a_chip_faster_than_its_peak_stops_there_and_says_so(tmp_path: Path) -> None:
+    problem = load_problem("v100_t4", "llama_tiny", "two_processes")
+    plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 5, 10)))
+    document = merged(problem.documents["cluster"])
+    chip = next(c for c in document["profiles"]["accelerators"] if c["name"].startswith("V100"))
+    chip["gemm_efficiency"] = 0.99
+    chip["peaks"] |= {"fp32": "25 TFLOP/s"}  # below 1.9 times the catalogue's, so allowed
+    fast = load_problem(document, "llama_tiny", "two_processes")
+    run = read_run(recorded.record(tmp_path / "fast", plan, fast), plan)
+    found = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
+    (bound,) = (c for c in found.changes if c.bound)
+    assert bound.name == f"{chip['name']} gemm_efficiency" and bound.after <= 1
+    console = Console(file=io.StringIO(), width=200)
+    print_calibration(console, found)
+    assert f"as large as the cluster's file may say: {bound.name}" in console.file.getvalue()
 
 
 def test_numbers_that_no_op_shows_stay(tmp_path: Path) -> None:
