@@ -34,6 +34,9 @@ __all__ = [
 STEPS = 1 + 8
 """Steps of a plan that are simulated, the first of which lends nothing and is left out: whole
 periods of the balancers offered, because routing differs from one step to the next."""
+EPLB = BalancedKnobs(balancer="eplb", period=4)
+"""Offered besides: experts change their homes, with their states, so not in every step. Not offered
+is "fastermoe-release", which stands for released code in comparisons with the paper's rule."""
 PROMISING = 2
 """Knobs that lend, the best by closed forms, under which a contender is simulated."""
 
@@ -65,7 +68,7 @@ def balances(problem: Problem, draft: PlanDraft, choices: Choices) -> list[Balan
     popularity = msgspec.convert(routing.numbers, Popularity)
     found = [
         msgspec.structs.replace(k, popularity=popularity, trace=routing.trace)
-        for k in BALANCED.space(problem, draft).values
+        for k in (*BALANCED.space(problem, draft).values, EPLB)
     ]
     if "balanced" in choices.forbid:
         return [k for k in found if k.balancer == "none"]

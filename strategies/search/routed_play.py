@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sim.errors import InfeasibleError
 from sim.problem import Problem
-from strategies.search.board import Board
 from strategies.search.finalists import Contender, play
 from strategies.search.options import Choices
 from strategies.search.result import Finalist
 from strategies.search.routed import added_s, balances, best_balance
 from strategies.search.routed_times import Imbalance
-from strategies.search.slab import Slab
 
-__all__ = ["best_of_sizes", "in_turn", "play_routed"]
+__all__ = ["in_turn", "play_routed"]
 
 MOST = 2
 """Most contenders with spread experts that are simulated besides the best of every size."""
@@ -29,27 +28,13 @@ LOOKED = 2
 """Most contenders of a size that closed forms look at, by their estimates."""
 
 
-def best_of_sizes(board: Board, known: set[int]) -> list[tuple[float, Slab]]:
-    """Return the best judged plan of each expert-parallel size that is not known yet.
-
-    Args:
-        board: of a search. known: sizes that have a plan already; those found are added.
-    """
-    found = []
-    for score, slab in sorted(board.firsts.values(), key=lambda f: f[0]):
-        if slab.ep not in known:
-            known.add(slab.ep)
-            found.append((score, slab))
-    return found
-
-
 def in_turn(
     contenders: Sequence[Contender], with_balance: Sequence[float], without: Sequence[float]
 ) -> list[Contender]:
-    """Contenders to simulate, most promising first: the best of every size, then ``MOST`` more.
+    """Contenders to simulate: the best of every size, ``MOST`` more, all that spread no experts.
 
-    Both with their balancer and without any; so what is simulated where lending is forbidden is
-    simulated where it is allowed.
+    Most promising first, both with their balancer and without any; so what is simulated where
+    lending is forbidden is simulated where it is allowed.
 
     Args:
         contenders: with spread experts or whole ones.
@@ -62,8 +47,10 @@ def in_turn(
         for k in order:
             sizes.setdefault(contenders[k].draft.expert.ep, k)
         firsts = sorted(sizes.values(), key=scores.__getitem__)
-        more = [k for k in order if k not in firsts and contenders[k].draft.expert.ep > 1]
-        chosen += [k for k in [*firsts, *more[:MOST]] if k not in chosen]
+        rest = [k for k in order if k not in firsts]
+        spread = [k for k in rest if contenders[k].draft.expert.ep > 1][:MOST]
+        whole = [k for k in rest if contenders[k].draft.expert.ep == 1]
+        chosen += [k for k in [*firsts, *spread, *whole] if k not in chosen]
     return [contenders[k] for k in chosen]
 
 
@@ -84,10 +71,15 @@ def play_routed(
 
     Returns:
         Finalists, best first, each with its contender; and whether the search ran to its end.
+
+    Raises:
+        InfeasibleError: none fits.
     """
     imbalance, contenders = Imbalance(problem), _first_of_sizes(contenders)
     scores: list[tuple[float, float]] = []
     for contender in contenders:
+        if scores and late():
+            break
         # Fewer slots matter less than sizes do; which are best is asked of those simulated.
         offered = [k for k in balances(problem, contender.draft, choices) if k.slots > 1]
         added = added_s(contender.draft, offered, imbalance)
@@ -99,7 +91,7 @@ def play_routed(
                 (contender.estimate_s + plain) * contender.price,
             )
         )
-    chosen = in_turn(contenders, *zip(*scores, strict=True))
+    chosen = in_turn(contenders[: len(scores)], *zip(*scores, strict=True))
     found: list[tuple[Finalist, Contender]] = []
     best, complete = float("inf"), True
     for contender in chosen:
@@ -114,15 +106,19 @@ def play_routed(
         best = min([best, *(f.score for f, _ in more)])
         if found and not complete:
             break
+    if not found:
+        raise InfeasibleError("no plan fits with its layers of experts written out", "memory")
     return sorted(found, key=lambda f: f[0].score), complete
 
 
 def _first_of_sizes(contenders: Sequence[Contender]) -> list[Contender]:
+    """The first ``LOOKED`` contenders of each size, and all that spread no experts."""
     seen: Counter[int] = Counter()
     found = []
     for contender in contenders:
-        seen[contender.draft.expert.ep] += 1
-        if seen[contender.draft.expert.ep] <= LOOKED:
+        size = contender.draft.expert.ep
+        seen[size] += 1
+        if size == 1 or seen[size] <= LOOKED:
             found.append(contender)
     return found
 

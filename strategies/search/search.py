@@ -15,11 +15,11 @@ from sim.engine.simulate import simulate
 from sim.errors import HetlabError, InfeasibleError, StoppedError, UsageError
 from sim.problem import Problem
 from strategies.search.board import GRACE_S, Effort, Progress
+from strategies.search.contenders import contenders_of, other_sizes
 from strategies.search.costs import Costs
-from strategies.search.drafts import draft_of
 from strategies.search.evaluate import Evaluator
 from strategies.search.finalists import Contender, next_best, play
-from strategies.search.mixed import MixedPlan, draft_of_mixed
+from strategies.search.mixed import MixedPlan
 from strategies.search.offloaded import offloaded
 from strategies.search.options import choices_of
 from strategies.search.pools import Pool, pools_of
@@ -29,17 +29,14 @@ from strategies.search.rescue import competing, rescued, still_infeasible
 from strategies.search.result import Finalist, SearchResult
 from strategies.search.rounds import rounds_of_sites
 from strategies.search.routed import even_note, expert_facts
-from strategies.search.routed_play import best_of_sizes, play_routed
+from strategies.search.routed_play import play_routed
 from strategies.search.site_results import of_sites, price_of_sites
-from strategies.search.slab import Slab, structure_key
-from strategies.search.space import blocks_of
+from strategies.search.slab import Slab
 from strategies.search.store import RunTable
-from strategies.search.verdict import binding_constraint, infeasible, structure_bound
+from strategies.search.verdict import binding_constraint, infeasible
 
 __all__ = ["search"]
 
-ALIKE = 3
-"""Most finalists that differ in layers and knobs only."""
 WIDEN = 4
 """Most simulated plans, as a multiple of ``top``."""
 
@@ -96,9 +93,9 @@ def search(
     if choices.families != "replicas":
         evaluator.run(chosen)
     mixed = _replicas(evaluator, chosen, top)
-    contenders = _contenders(problem, evaluator, mixed, WIDEN * top)
+    contenders = contenders_of(evaluator, mixed, WIDEN * top)
     if problem.job.routing is not None and contenders:
-        contenders += _other_sizes(evaluator, chosen, contenders)
+        contenders += other_sizes(evaluator, chosen, contenders)
     away = partial(
         offloaded, problem, chosen, choices, effort=evaluator.effort, deadline=deadline,
         contention=contention, progress=progress,
@@ -272,67 +269,6 @@ def _replicas(evaluator: Evaluator, pools: tuple[Pool, ...], top: int) -> list[M
     evaluator.evaluated += evaluated
     evaluator.exact += evaluated
     return mixed
-
-
-def _contenders(
-    problem: Problem, evaluator: Evaluator, mixed: list[MixedPlan], top: int
-) -> list[tuple[Contender, Slab | None]]:
-    """The ``top`` plans of both families, best first."""
-    found: list[tuple[float, Contender, Slab | None]] = []
-    for score, slab in evaluator.best(top, ALIKE):
-        found.append((score, _contender(evaluator, score, slab), slab))
-    for plan in mixed:
-        price = sum(float(evaluator.price(s)[0]) for s in plan.parts)
-        price = price if problem.job.objective == "cost" else 1.0
-        contender = Contender(
-            draft=draft_of_mixed(problem, plan),
-            estimate_s=plan.seconds,
-            price=price,
-            structure=b"|".join(structure_key(s) for s in plan.parts),
-            plan_bound_s=plan.bound,
-        )
-        found.append((plan.seconds * price, contender, None))
-    found.sort(key=lambda f: f[0])
-    return [(c, slab) for _, c, slab in found[:top]]
-
-
-def _contender(evaluator: Evaluator, score: float, slab: Slab) -> Contender:
-    price = float(evaluator.price(slab)[0])
-    return Contender(
-        draft=draft_of(evaluator.costs.problem, slab),
-        estimate_s=score / price,
-        price=price,
-        structure=structure_key(slab),
-        plan_bound_s=structure_bound(evaluator.costs, slab),
-    )
-
-
-def _other_sizes(
-    evaluator: Evaluator, pools: tuple[Pool, ...], found: list[tuple[Contender, Slab | None]]
-) -> list[tuple[Contender, Slab | None]]:
-    """The best plan of each expert-parallel size that has none among the contenders.
-
-    Even routing says little of how sizes compare; those that it cut are searched by themselves.
-    """
-    known = {c.draft.expert.ep for c, _ in found}
-    more = best_of_sizes(evaluator, known)
-    knobs, choices = evaluator.legal(1, 1, 1, frozenset({1})), evaluator.choices
-    blocks = blocks_of(evaluator.costs, pools, choices, rich=False, knobs=tuple(knobs[:1]))
-    for ep in sorted({b.ep for b in blocks} - known):
-        if evaluator.late(found=True):
-            break
-        alone = Evaluator(
-            evaluator.costs,
-            msgspec.structs.replace(choices, ep=ep),
-            evaluator.effort,
-            1,
-            deadline=evaluator.deadline,
-        )
-        alone.run(pools)
-        more += best_of_sizes(alone, known)
-        evaluator.evaluated += alone.evaluated
-        evaluator.exact += alone.exact
-    return [(_contender(evaluator, score, slab), slab) for score, slab in more]
 
 
 def _check_limit(problem: Problem, best: Finalist) -> None:

@@ -118,6 +118,29 @@ def test_a_slow_planner_holds_up_the_next_step(planners, wait):
     assert step_times(routing, costs, fresh).plan_s.tolist() == [28.0] * 3
 
 
+def test_nobody_waits_for_plans_where_nothing_is_lent():
+    dear = msgspec.structs.replace(miniature().layers[0], plan_s=14.0)
+    costs = msgspec.structs.replace(miniature(), layers=(dear, dear))
+    routing = Routing(np.array([[EVEN, HOT]] * 3))
+    for fresh in (False, True):
+        plain = Balancing(balancer=NONE, budget=0, fresh=fresh)
+        assert step_times(routing, costs, plain).plan_s.tolist() == [0.0] * 3
+
+
+def test_a_microbatch_is_timed_under_the_lending_of_its_step():
+    known = []
+
+    def watch(counts, costs, budget, previous):
+        known.append(counts.tolist())
+        return static(*counts.shape)
+
+    routing = Routing(np.array([[HOT, np.zeros((2, 2))]] * 2, np.int64))
+    found = step_times(routing, miniature(), Balancing(balancer=watch, budget=0), tokens=8.0)
+    assert known[0] == HOT
+    # Four copies a source are counted, so all is doubled; a layer without tokens has none.
+    assert found.loads.tolist() == [[[14, 2], [0, 0]]] * 2
+
+
 def test_layers_alike_are_the_cost_models_layers():
     """Eq. 8 summed, where the layer before takes as long: equal counts, windows of its own."""
     layer = released(512, 1024, 8)
