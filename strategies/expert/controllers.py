@@ -13,15 +13,8 @@ from strategies.expert.balancers import Balancer, get_balancer
 from strategies.expert.expert_cost import expert_s
 from strategies.expert.journeys import copies_back, copies_out, journey_s, tokens_back, tokens_out
 from strategies.expert.layer_cost import LayerCosts, nodes_of
-from strategies.expert.lend_input import (
-    SPLITS,
-    costs_of_layers,
-    counts_of,
-    last_lending,
-    last_turn,
-    parameters,
-    row_of,
-)
+from strategies.expert.lend_input import costs_of_layers, parameters
+from strategies.expert.lend_rows import SPLITS, counts_of, last_lending, last_turn, row_of
 from strategies.expert.lending import Lending, moved, rehomed, shares, static
 from strategies.expert.link_cost import MeanBandwidth
 from strategies.expert.pro_prophet import pro_prophet

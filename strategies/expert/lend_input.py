@@ -7,40 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from sim.errors import InputError, PlanError
+from sim.errors import PlanError
 from sim.plan.numbers import MOST_LATE
 from strategies.expert.balancers import balancer_names
-from strategies.expert.expert_cost import Products
+from strategies.expert.expert_cost import ExpertTimes, PerToken, Products
 from strategies.expert.layer_cost import LayerCosts, costs_from_plain, layer_times
-from strategies.expert.lending import Lending, Split, checked, static
-from strategies.expert.link_cost import Topology
+from strategies.expert.lending import static
+from strategies.expert.link_cost import Links, MeanBandwidth, Topology
 from strategies.expert.pro_prophet import RELEASED_ALPHA
-from strategies.expert.routing_input import whole_total
 
-__all__ = [
-    "SPLITS",
-    "LendParameters",
-    "costs_of_layers",
-    "counts_of",
-    "last_lending",
-    "last_turn",
-    "parameters",
-    "row_of",
-]
-
-SPLITS: tuple[Split, ...] = get_args(Split)
+__all__ = ["BROKEN", "LendParameters", "costs_of_layers", "parameters", "shown"]
 
 Given = TypeVar("Given")
-Ints = NDArray[np.int64]
-Row = dict[str, Any]
 _PARAMETERS = "tables.lent.parameters"
-_BROKEN = (ArithmeticError, IndexError, KeyError, TypeError, ValueError)
+BROKEN = (ArithmeticError, IndexError, KeyError, TypeError, ValueError)
+"""What arithmetic raises on data of another form."""
+_MOST_SLOTS = 2**16
 
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST_LATE)]
@@ -51,7 +38,7 @@ class LendParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     balancer: str
     options: dict[str, Any]
-    budget: Whole
+    budget: Annotated[int, msgspec.Meta(ge=0, le=_MOST_SLOTS)]
     period: Annotated[int, msgspec.Meta(ge=1)]
     fresh: bool
     tokens: Annotated[float, msgspec.Meta(gt=0, le=MOST_LATE)]
@@ -62,17 +49,17 @@ class LendParameters(msgspec.Struct, frozen=True, kw_only=True):
     devices: Whole
 
 
-class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _NoOptions(msgspec.Struct, frozen=True):
     """Of a balancer that has none."""
 
 
-class _ProProphet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ProProphet(msgspec.Struct, frozen=True):
     alpha: Amount = RELEASED_ALPHA
     excluded: Whole = 0
     scheduled: bool = True
 
 
-class _Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Spread(msgspec.Struct, frozen=True):
     search_s: Amount = 0.0
     scheduled: bool = True
 
@@ -102,7 +89,15 @@ def parameters(stated: Mapping[str, Any]) -> LendParameters:
             found="0",
             expected="1 or more, or balancer none",
         )
-    _converted(given.options, _OPTIONS.get(given.balancer, _NoOptions), f"{_PARAMETERS}.options")
+    kind = _OPTIONS.get(given.balancer, _NoOptions)
+    for name in set(given.options) - set(kind.__struct_fields__):
+        raise PlanError(
+            "the balancer has no such option",
+            key=f"{_PARAMETERS}.options.{name}",
+            found=shown(given.options[name]),
+            expected=" or ".join(kind.__struct_fields__) or "no options",
+        )
+    _converted(given.options, kind, f"{_PARAMETERS}.options")
     for layer, number in given.layers.items():
         if number >= len(given.costs):
             raise PlanError(
@@ -127,12 +122,13 @@ def _converted(stated: Any, kind: type[Given], where: str) -> Given:
         raise PlanError(
             "the controller of lent experts refuses a parameter",
             key=".".join([where, *path]),
-            found=_shown(value),
-            expected=what,
+            found=shown(value),
+            expected=what.removeprefix("Expected ").replace("`", ""),
         ) from error
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a message shows it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -153,11 +149,11 @@ def costs_of_layers(given: LendParameters, first: bool) -> list[LayerCosts]:
             costs = costs_from_plain(plain)
             if first:
                 _tried(costs, given.devices)
-        except (*_BROKEN, msgspec.ValidationError) as error:
+        except (*BROKEN, msgspec.ValidationError) as error:
             raise PlanError(
                 f"no time of a layer follows from these costs: {error}",
                 key=where,
-                found=_shown(plain),
+                found=shown(plain),
                 expected=f"the costs of a layer of {given.devices or 'its'} devices",
             ) from error
         found.append(costs)
@@ -165,20 +161,22 @@ def costs_of_layers(given: LendParameters, first: bool) -> list[LayerCosts]:
 
 
 def _tried(costs: LayerCosts, devices: int) -> None:
-    """Price a layer as it stands and one whose experts are everywhere."""
-    known = devices
-    if isinstance(costs.experts, Products):
-        known = costs.experts.start_forward.size
-    if isinstance(costs.links, Topology):
-        known = costs.links.nodes.size
-        links, pair = costs.links.links, costs.links.pair
-        if links.min(initial=0) < -1 or pair.min(initial=0) < -1:
-            raise ValueError("no such link")
-        if links.shape[:2] != (known, known) or pair.shape != (known, known):
-            raise ValueError("links of other devices")
+    """Price a layer as it stands and one whose experts are everywhere.
+
+    Raises:
+        ValueError: and whatever else arithmetic raises.
+    """
+    links, experts = costs.links, costs.experts
+    known = 0
+    if isinstance(links, Topology):
+        known = links.nodes.size
+    elif isinstance(experts, Products):
+        known = experts.start_forward.size
+    if known and devices not in (0, known):
+        raise ValueError(f"costs of {known} devices")
     size = known or 2
-    if devices not in (0, size):
-        raise ValueError(f"costs of {size} devices")
+    if odd := _odd_links(links, size) or _odd_experts(experts, size):
+        raise ValueError(odd)
     plain = static(size, size)
     everywhere = msgspec.structs.replace(plain, hosts=np.ones_like(plain.hosts), split="even")
     named = {n: v for n, v in msgspec.structs.asdict(costs).items() if isinstance(v, float)}
@@ -189,108 +187,52 @@ def _tried(costs: LayerCosts, devices: int) -> None:
             for name, number in named.items():
                 if not 0 <= number <= MOST_LATE:
                     raise ValueError(f"{name} is {number:g}")
+    if not costs.param_bytes:
+        raise ValueError("param_bytes is 0")
 
 
-def row_of(read: Mapping[str, Row], name: str) -> Row:
-    """Return the row of an input.
-
-    Raises:
-        PlanError: the controller does not read it.
-    """
-    if name not in read:
-        raise PlanError(
-            "the controller of lent experts reads two tables",
-            key="tables.lent.inputs",
-            found=" ".join(read) or "none",
-            expected="routing lent@1",
-        )
-    return read[name]
-
-
-def counts_of(table: Row, layer: str, given: LendParameters) -> Ints:
-    """Return a step's counts of a layer, shape (E, S).
-
-    Raises:
-        PlanError: none in the table, no matrix of whole numbers, or one of another size.
-    """
-    key = f"tables.routing.{layer}"
-    if layer not in table:
-        raise PlanError(
-            "the routing table has no such layer",
-            key=key,
-            found=" ".join(sorted(table)) or "no layer",
-            expected=layer,
-        )
-    size = (given.experts, given.devices)
-    wanted = f"{size[0]} experts x {size[1]} sources" if all(size) else "experts x sources"
-    counts = np.asarray(table[layer])
-    numbers = counts.dtype.kind in "iuf" and counts.ndim == 2 and counts.size
-    if not numbers or (all(size) and counts.shape != size):
-        raise PlanError(
-            "routing counts of another shape",
-            key=key,
-            found=" x ".join(map(str, counts.shape)) or _shown(table[layer]),
-            expected=wanted,
-        )
-    odd = counts[(counts != np.floor(counts)) | (counts < 0)]
-    if odd.size:
-        raise PlanError(
-            "routing counts are whole numbers",
-            key=key,
-            found=str(odd[0]),
-            expected="whole numbers from 0 up",
-        )
-    try:
-        whole_total(counts)
-    except InputError as error:
-        raise PlanError(
-            error.message, key=key, found=error.found, expected=error.expected
-        ) from error
-    return counts.astype(np.int64)
+def _odd_experts(experts: ExpertTimes, size: int) -> str:
+    """What is wrong with the experts' times, "" where nothing is."""
+    if isinstance(experts, PerToken):
+        return "" if min(experts.forward, experts.backward) >= 0 else "a time per token is negative"
+    lines, starts = (
+        (experts.forward, experts.backward),
+        (experts.start_forward, experts.start_backward),
+    )
+    if any(x.ndim != 3 or x.shape[1:] != (4, size) or not x.size for x in lines):
+        return f"experts' products are not lines of {size} devices"
+    if any(x.shape != (size,) for x in starts):
+        return f"experts do not start on {size} devices"
+    return "" if all((x >= 0).all() for x in (*lines, *starts)) else "an expert's time is negative"
 
 
-def last_turn(before: Row) -> int:
-    """Return how many steps before the row before the last search was.
-
-    Raises:
-        PlanError: the row does not say.
-    """
-    turn = before.get("turn")
-    if not isinstance(turn, int | float) or turn != int(turn):
-        raise PlanError(
-            "the row before does not say when the last search was",
-            key="tables.lent.initial.turn",
-            found=_shown(turn),
-            expected="a whole number of steps, or no initial row",
-        )
-    return int(turn)
-
-
-def last_lending(before: Row, layer: str, size: tuple[int, int]) -> tuple[Lending, Ints]:
-    """Return the lending that the row before made, and the experts that changed homes for it.
-
-    Args:
-        before: the row, of a run's first step what the plan's table begins with. layer: which.
-        size: (E, D).
-
-    Raises:
-        PlanError: no such lending.
-    """
-    try:
-        lending = Lending(
-            hosts=np.array(before[f"{layer}.hosts"], bool),
-            home=np.array(before[f"{layer}.home"], np.int64),
-            split=SPLITS[int(before[f"{layer}.split"])],
-            slack=float(before[f"{layer}.slack"]),
-        )
-        homes = np.array(before[f"{layer}.homes"], np.int64)
-        if checked(lending).hosts.shape != size or homes.shape != (size[1], size[1]):
-            raise ValueError(f"hosts {lending.hosts.shape}, homes {homes.shape}")
-    except (*_BROKEN, InputError) as error:
-        raise PlanError(
-            f"the row before is no lending of this layer: {error}",
-            key=f"tables.lent.initial.{layer}",
-            found=" ".join(sorted(before)),
-            expected="no initial row, or one that the controller has written",
-        ) from error
-    return lending, homes
+def _odd_links(links: Links, size: int) -> str:
+    """What is wrong with the links, "" where nothing is."""
+    if isinstance(links, MeanBandwidth):
+        rates = [links.trans, links.agg, *(rate for _, rate in links.exchange)]
+        return "" if links.exchange and min(rates) > 0 else "a rate is missing or not above 0"
+    square, number = (size, size), np.arange(links.rates.size)
+    shapes = (links.links.shape[:2], links.pair.shape, links.nodes.shape)
+    if shapes != (square, square, (size,)) or links.links.ndim != 3:
+        return f"links between other than {size} devices"
+    crossed, between = links.links[links.links >= 0], links.pair[~np.eye(size, dtype=bool)]
+    reasons = {
+        "paths that cross other links than have rates": links.rates.ndim != 1
+        or not np.array_equal(np.unique(crossed), number),
+        "paths of no class": not ((between >= 0) & (between < len(links.classes))).all(),
+        "a rate that is not above 0": not (links.rates > 0).all()
+        or any(
+            c.rate <= 0 or min((min(p) for p in c.curve), default=1) <= 0 for c in links.classes
+        ),
+        "a latency below 0": any(c.latency < 0 for c in links.classes),
+        "no known way for experts": not links.ways
+        or bool(set(links.ways) - {"direct", "relay", "chain"}),
+        "chunks of less than nothing": links.chunk < 0,
+        "no such rail": links.rail.size > 0
+        and (
+            links.rail.shape != (size, np.unique(links.nodes).size)
+            or links.rail.min() < 0
+            or links.rail.max() >= size
+        ),
+    }
+    return next((what for what, broken in reasons.items() if broken), "")

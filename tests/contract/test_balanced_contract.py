@@ -27,4 +27,6 @@ def test_many_steps_leak_nothing(name: str) -> None:
     for row in lay.tables.rows["lent"]:
         for layer in ("l0", "l3"):
             held = np.sum(row[f"{layer}.hosts"], axis=0)
-            assert held.max() <= len(row[f"{layer}.home"]) // plan.placement.ep + 1
+            own = len(row[f"{layer}.home"]) // plan.placement.ep
+            assert held.max() <= own + 1
+            assert set(np.bincount(row[f"{layer}.home"]).tolist()) == {own}

@@ -29,6 +29,7 @@ from sim.problem import Problem, load_problem
 from sim.report.late import late_texts
 from strategies.compose import compose
 from strategies.expert.balanced import BalancedKnobs
+from strategies.expert.balancers import balancer_names
 from strategies.expert.routing import Routing
 from strategies.expert.routing_files import save_routing
 from strategies.expert.routing_synthetic import Popularity
@@ -111,12 +112,58 @@ def test_a_trace_takes_the_place_of_drawn_routing(tmp_path: Path) -> None:
         ({"fresh": True}, "cannot wait for the counts of its own"),
         ({"ep": 1}, "spread them with ep"),
         ({"slots": -1}, "outside the range"),
+        ({"balancer": "eplb", "slots": 0}, "eplb moves experts between devices, so it needs slots"),
         ({"period": 0}, "outside the range"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(how: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         planned(**how)
+
+
+@pytest.mark.parametrize("name", [n for n in balancer_names() if n != "eplb"])
+def test_without_slots_nothing_is_lent_and_no_expert_moves(name: str) -> None:
+    plan = planned(balancer=name, slots=0)
+    assert {op.kind for op in walk(expand(plan)[0])} & {
+        "MOVE_EXPERT",
+        "REDUCE_EXPERT",
+        "HOST",
+    } == set()
+    for row in resolve_tables(plan.tables, 3).rows["lent"]:
+        assert np.sum(row["l1.move"]) == np.sum(row["l1.reduce"]) == np.sum(row["l1.homes"]) == 0
+        assert row["l1.home"] == list(range(8))
+
+
+def edited(plan: Plan, **parameters: Any) -> Plan:
+    lent = plan.tables["lent"]
+    table = msgspec.structs.replace(lent, parameters=lent.parameters | parameters)
+    return msgspec.structs.replace(plan, tables=plan.tables | {"lent": table})
+
+
+def test_a_plan_that_somebody_has_edited_is_refused_by_the_place(tmp_path: Path) -> None:
+    """With exit code 4, and a budget that the pass has no slots for with the other number."""
+    plan = planned(balancer="spread")
+    with pytest.raises(PlanError, match="more experts than the pass has slots for") as caught:
+        expand(edited(plan, budget=3))
+    assert (caught.value.key, caught.value.found) == ("tables.lent.parameters.budget", "3")
+    expand(edited(plan, budget=1))
+    wrong = {
+        "tables.lent.parameters.period": edited(plan, period=0),
+        "tables.lent.parameters.layers.l1": edited(plan, layers={"l1": 7}),
+        "tables.routing.l0": edited(plan, experts=4),
+        "tables.lent.parameters.costs.0": edited(plan, devices=4),
+    }
+    for key, broken in wrong.items():
+        with pytest.raises(PlanError) as caught:
+            simulate(broken, problem())
+        assert caught.value.key == key and caught.value.found and caught.value.expected
+    save_plan(wrong["tables.lent.parameters.period"], tmp_path / "plan.json")
+    code = "from sim.cli import main; main()"
+    call = [sys.executable, "-c", code, "simulate", "plan.json"]
+    done = subprocess.run(
+        call, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 4 and "found 0; expected int >= 1" in done.stderr
 
 
 @pytest.mark.parametrize(
