@@ -32,10 +32,12 @@ def tables(balancer: str) -> dict[str, Any]:
     return found
 
 
-def changed(given: dict[str, Any], turns: list[int], value: Any) -> dict[str, Any]:
-    """The same with a value somewhere else, as deep as the turns lead."""
+def changed(given: dict[str, Any], start: int, turns: list[int], value: Any) -> dict[str, Any]:
+    """The same with another value, as deep below one of the starts as the turns lead."""
     found = copy.deepcopy(given)
-    at: Any = found
+    lent = found["lent"]["parameters"]
+    cost = lent["costs"][lent["layers"]["l0"]]
+    at: Any = (found, lent, cost, cost["links"], cost["experts"])[start]
     for n, turn in enumerate(turns):
         keys = list(at) if isinstance(at, dict) else list(range(len(at)))
         key = keys[turn % len(keys)]
@@ -53,14 +55,15 @@ def changed(given: dict[str, Any], turns: list[int], value: Any) -> dict[str, An
 
 @given(
     st.sampled_from(["spread", "pro-prophet", "eplb"]),
-    st.lists(st.integers(0, 30), min_size=3, max_size=8),
+    st.integers(0, 4),
+    st.lists(st.integers(0, 30), min_size=1, max_size=6),
     st.sampled_from(VALUES),
 )
 @settings(max_examples=250, deadline=None)
 def test_a_changed_table_runs_or_is_refused_by_its_place(
-    balancer: str, turns: list[int], value: Any
+    balancer: str, start: int, turns: list[int], value: Any
 ) -> None:
-    raw = changed(tables(balancer), turns, value)
+    raw = changed(tables(balancer), start, turns, value)
     try:
         given_tables = msgspec.convert(raw, dict[str, Table])
     except msgspec.ValidationError:
