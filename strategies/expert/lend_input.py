@@ -104,7 +104,7 @@ def parameters(stated: Mapping[str, Any]) -> LendParameters:
                 "a layer without costs",
                 key=f"{_PARAMETERS}.layers.{layer}",
                 found=str(number),
-                expected=f"below {len(given.costs)}, one of the costs",
+                expected=f"the number, from 0, of one of {len(given.costs)} costs",
             )
     return given
 
