@@ -37,17 +37,12 @@ PULL = 1e-3
 LARGEST_ERROR = 1.0
 """Relative standard error up to which a factor is decided."""
 SEEN, TRIED = 1e-3, float(np.log(4.0))
-"""A number is seen when a factor of 4, up or down, moves the weighted logarithms by so much.
-
-Up, the factor is less where the document allows no such number.
-"""
+"""A number is seen when a factor of 4, up or down, moves the weighted logarithms by so much."""
 SHORTEST = 1e-6
 """[s] Shorter ops are not compared."""
 STEP = 1e-3
 """Of the numeric derivatives, in logarithms of factors."""
 WIDEST = float(np.log(100.0))
-LARGE = 0.999
-"""Of the largest factor: from here on it binds."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +189,12 @@ def calibrate(
         date: of the calibration, as 2026-01-31.
 
     Raises:
-        InputError: a plan does not fit the cluster, or no op can be compared.
+        InputError: a plan does not fit the cluster, a run had one step only, or no op can be
+            compared.
     """
+    if any(run.only_first for _, run in runs):
+        text = "a run of one step says nothing: the first one warms up"
+        raise InputError(text, expected="runs with --steps 2 or more")
     cluster = merged(cluster)
     cases = [_Case(plan, run, cluster) for plan, run in runs]
     every = scales(cluster)
@@ -281,7 +280,7 @@ def _result(
             Change(
                 name=s.name, before=s.value, after=s.value * factors.get(s.name, 1.0),
                 factor=factors.get(s.name, 1.0), error=error_of.get(s.name, 0.0),
-                decided=s.name in factors, bound=factors.get(s.name, 1.0) > LARGE * s.largest,
+                decided=s.name in factors, bound=factors.get(s.name, 1.0) > 0.999 * s.largest,
             )
             for s in every
         ),

@@ -103,6 +103,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         kinds: by measured share. ops: by distance, the largest first.
         only_predicted, only_measured: names of ops that the other table lacks.
         wide: numbers of the cluster whose measurement spread widely.
+        only_first: what was measured is the run's first and only step, which warms up.
     """
 
     plan: str
@@ -123,6 +124,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     only_predicted: tuple[str, ...] = ()
     only_measured: tuple[str, ...] = ()
     wide: tuple[Spread, ...] = ()
+    only_first: bool = False
 
 
 def compare(plan: Plan, problem: Problem, run: RunFacts, plan_hash: str = "") -> Comparison:
@@ -149,7 +151,7 @@ def compare(plan: Plan, problem: Problem, run: RunFacts, plan_hash: str = "") ->
         measured_step_low_s=low, measured_step_high_s=high, steps=len(run.step_times_s),
         kinds=_kinds(ops, run.ranks, predicted_s, middle), ops=ops,
         only_predicted=only_predicted, only_measured=only_measured,
-        wide=wide_spreads(problem.documents["cluster"]),
+        wide=wide_spreads(problem.documents["cluster"]), only_first=run.only_first,
     )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ class Batches:
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
             self._epoch = epoch
         first = int(self._order[at]) * self.length
-        tokens = self.file.tokens[first : first + self.length + 1].astype(np.int64)
+        tokens = self.file.tokens[first : first + self.length + 1]
         if tokens.max() >= self.vocab or tokens.min() < 0:
             where = int(np.argmax((tokens >= self.vocab) | (tokens < 0)))
             raise InputError(
@@ -112,7 +112,7 @@ class Batches:
                 found=str(tokens[where]),
                 expected=f"0 to {self.vocab - 1}",
             )
-        return tokens
+        return tokens.astype(np.int64)
 
     def microbatch(
         self, step: int, first: int, size: int

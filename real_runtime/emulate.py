@@ -25,10 +25,13 @@ and as passes that are late. Imports no torch.
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from real_runtime.resume import read_index
+from real_runtime.settings import RunSettings
 from sim.cost.prices import Prices
 from sim.cost.pricing import price
 from sim.engine.simulate import Layout, lay_out, simulate
@@ -40,8 +43,8 @@ from sim.report.metrics import pace_of
 from sim.report.record import spans_of_run
 
 __all__ = [
-    "CALIBRATION", "Emulation", "Flow", "Message", "Pass", "check_emulated", "emulation",
-    "message_key", "share_of",
+    "CALIBRATION", "Emulation", "Flow", "Message", "Pass", "check_emulated", "check_steps",
+    "emulation", "message_key", "share_of",
 ]  # fmt: skip
 
 CALIBRATION = 4
@@ -127,6 +130,25 @@ def check_emulated(plan: Plan, cluster: str) -> str:
             expected=f"{documents['cluster']['name']} {asked}: plan for it",
         )  # fmt: skip
     return str(planned["name"])
+
+
+def check_steps(settings: RunSettings) -> None:
+    """Refuse a run that ends before the scale is known.
+
+    Args:
+        settings: of the run, with the checkpoint that it goes on from.
+
+    Raises:
+        UsageError: no step is left behind those that find it.
+    """
+    done = read_index(Path(settings.resume)).steps if settings.resume else 0
+    if settings.steps - done > CALIBRATION:
+        return
+    so_far = f", and {Path(settings.resume).name} has done {done} of them" if done else ""
+    raise UsageError(
+        f"--emulate needs more than {CALIBRATION} steps, which find its pace{so_far}; give --steps "
+        f"of at least {done + CALIBRATION + 1}"
+    )
 
 
 def share_of(ranks: int, cores: int) -> float:

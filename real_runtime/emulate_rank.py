@@ -6,6 +6,7 @@ Sleeping is what the emulated chip or link does; nothing waits for another rank 
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 from real_runtime.emulate import CALIBRATION, Emulation, Message, Pass, message_key
 from real_runtime.issue import Pace
 from real_runtime.program import Node, RankProgram
+from sim.errors import UsageError
 
 __all__ = ["Board", "Emulator"]
 
@@ -114,7 +116,7 @@ class Emulator(Pace):
 
     Args:
         what: emulation of the plan. program: of the rank. board: shared by all ranks.
-        share: of a core that the rank may use.
+        share: of a core that the rank may use. deadline: [s] that ranks wait for each other.
 
     Attributes:
         what: see there.
@@ -123,9 +125,16 @@ class Emulator(Pace):
             the machine was not free.
     """
 
-    def __init__(self, what: Emulation, program: RankProgram, board: Board, share: float) -> None:
+    def __init__(
+        self,
+        what: Emulation,
+        program: RankProgram,
+        board: Board,
+        share: float,
+        deadline: float = math.inf,
+    ) -> None:
         self.what, self.board, self.rank = what, board, program.rank
-        self.share, self.scale = share, 0.0
+        self.share, self.deadline, self.scale = share, deadline, 0.0
         self.passes: list[Pass | None] = []
         self.messages: list[Message | None] = []
         places: dict[object, int] = defaultdict(int)
@@ -135,7 +144,7 @@ class Emulator(Pace):
         self.asked_s = self.late_s = 0.0
         self.own_s = sum(p.own_s for p in self.passes if p is not None)
         self._steps: list[float] = []
-        self._slowed = self._over = 0.0
+        self._slowed = self._done = self._over = 0.0
         self._clock = _Clock()
 
     def enter(self, i: int) -> None:
@@ -143,12 +152,24 @@ class Emulator(Pace):
         self._clock.start()
 
     def leave(self, i: int) -> None:
-        """A compute op has done its work: last as long as on the emulated chip."""
+        """A compute op has done its work: last as long as on the emulated chip.
+
+        Raises:
+            UsageError: the passes of a step last longer than ranks wait for each other.
+        """
         wall, own, queued = self._clock.read()
         op = self.passes[i]
         assert op is not None
         slowed = own * op.factor / self.share
         self._slowed += slowed
+        self._done += op.own_s
+        if not self.scale and self._slowed > self.deadline:
+            # Said before the first peer gives up.
+            step_s = self._slowed * max(self.own_s / self._done, 1.0) if self._done else math.inf
+            raise UsageError(
+                f"the passes of a step take about {step_s:.3g} s here, and ranks wait "
+                f"{self.deadline:g} s for each other; give --deadline, or emulate a smaller job"
+            )
         # What the op waited for other ranks in exchanges is part of what these take.
         waited = max(wall - own - queued, 0.0)
         left = slowed - own - queued + max(self.scale * op.inner_s - waited, 0.0)
@@ -179,7 +200,7 @@ class Emulator(Pace):
     def end(self) -> None:
         """A step is over."""
         self._steps.append(self._slowed)
-        self._slowed = 0.0
+        self._slowed = self._done = 0.0
 
     def calibration_s(self) -> tuple[float, float]:
         """Real and emulated [s] of the rank's compute in a step: their ratio is the scale."""

@@ -29,7 +29,8 @@ def emulator_of(
     what = emulation(executor.plan, problem)
     cores = {c for mine in settings.cores for c in mine} or usable_cores()
     share = share_of(executor.plan.placement.num_ranks, len(cores) or 1)
-    emulator = Emulator(what, executor.program, Board(folder / SHARED, what), share)
+    board = Board(folder / SHARED, what)
+    emulator = Emulator(what, executor.program, board, share, settings.deadline)
     executor.pace = emulator
     log.ideal_s = None  # the chips' peaks are none of this machine's
     return emulator

@@ -33,9 +33,11 @@ def _probe(
 ) -> None:
     """Measure this machine and write it down as a cluster that plans can be made for."""
     import datetime
+    import os
 
     import msgspec
 
+    from real_runtime.cores import usable_cores
     from real_runtime.launch import threads_per_rank
     from real_runtime.probe.fit import fit_chip, fit_wire
     from real_runtime.probe.launch import measure
@@ -51,6 +53,9 @@ def _probe(
 
     check_name(name)
     check_folder(out, "--out")
+    cores = len(usable_cores()) or os.cpu_count() or 1
+    if threads > cores:
+        raise UsageError(f"--threads {threads}: this process may use {cores} cores")
     import_optional("torch")
     settings = msgspec.structs.replace(
         QUICK if quick else ProbeSettings(),
@@ -116,6 +121,8 @@ def _compare(
         simulated, problem = plan, problem_from_documents(plan.problem)
     found = compare(simulated, problem, run, plan.hash)
     emit(found, lambda console: print_comparison(console, found, top), as_json)
+    if found.only_first:
+        logger.warning("the run had one step, and the first one warms up: it says little")
     if found.wide:
         logger.warning(
             "measured with a spread of more than %.0f %%, so not to be trusted as closely: %s",
@@ -181,6 +188,9 @@ def _calibrate(
             "%s is predicted worse than before: median error %.1f %%, was %.1f %%", kind,
             after * 100, before * 100,
         )  # fmt: skip
-    if remember_calibrated(cluster_of(out), document, out, date):
-        logger.info("hetlab run takes plans for it on this machine, which it describes")
+    try:
+        if remember_calibrated(cluster_of(out), document, out, date):
+            logger.info("hetlab run takes plans for it on this machine, which it describes")
+    except InputError as error:
+        logger.warning("hetlab run will not know of this calibration: %s", error)
     logger.info("cluster: %s", out)

@@ -134,20 +134,27 @@ def check_probed(plan: Plan, plan_file: Path, allowed: bool) -> None:
         plan: to run. plan_file: it. allowed: say so only.
 
     Raises:
-        InputError: the plan's cluster is none of the record's.
+        InputError: the plan's cluster is none of the record's, or this cannot be read.
     """
-    mine = _read().hosts.get(socket.gethostname(), ())
+    try:
+        mine = _read().hosts.get(socket.gethostname(), ())
+    except InputError as error:
+        if not allowed:
+            raise
+        logger.warning("%s", error)
+        return
     planned = plan.problem["cluster"]
     own = problem_hash(planned)
     if not mine or own in {s.cluster_hash for s in mine}:
         return
     last = mine[-1]
-    error = InputError(
+    hint = "" if allowed else ": plan for that file, or give --allow-other-cluster"
+    refusal = InputError(
         "the plan was made for another cluster than this machine was probed as", str(plan_file),
         key="problem.cluster", found=f"{planned['name']} {own}",
-        expected=f"{last.name} {last.cluster_hash}, from {last.file} on {last.date}: plan for that "
-        f"file, or give --allow-other-cluster (the record is {record_file()})",
+        expected=f"{last.name} {last.cluster_hash}, from {last.file} on {last.date}{hint} (the "
+        f"record is {record_file()})",
     )  # fmt: skip
     if not allowed:
-        raise error
-    logger.warning("%s", error)
+        raise refusal
+    logger.warning("%s", refusal)

@@ -78,10 +78,11 @@ def check_cluster(plan: Plan, probed: str, allowed: bool) -> None:
     there, own = problem_hash(here), problem_hash(planned)
     if there == own:
         return
+    hint = "" if allowed else ", a plan for it, or --allow-other-cluster"
     error = InputError(
         "the plan was made for another cluster than was probed", probed,
         found=f"{planned['name']} {own} in the plan",
-        expected=f"{here['name']} {there}, a plan for it, or --allow-other-cluster",
+        expected=f"{here['name']} {there}{hint}",
     )  # fmt: skip
     if not allowed:
         raise error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from real_runtime.run_log import mfu_at
+from real_runtime.compare_run import read_events
+from real_runtime.run_log import EVENTS, mfu_at
 from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.spans import Spans
@@ -30,12 +30,15 @@ def document_of(folder: Path, plan: Plan, problem: Problem) -> dict[str, Any]:
 
     Args:
         folder: of the run. plan, problem: that ran.
+
+    Raises:
+        InputError: the run's log or its spans are damaged.
     """
     from sim.engine.simulate import simulate
     from sim.report.metrics import pace_of
     from sim.report.record import spans_of_run
 
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = read_events(folder / EVENTS)
     start, done, restarts = last_run(events)
     emulation = _emulation(events, events.index(start))
     paced = [e for e in done if emulation is None or e["unix_s"] > emulation["unix_s"]]

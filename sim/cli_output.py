@@ -86,24 +86,25 @@ def emit_text(text: str) -> None:
         _discard_stdout()
 
 
-def check_output(path: Path | None, option: str, endings: Sequence[str] = ()) -> None:
+def check_output(
+    path: Path | None, option: str, endings: Sequence[str] = (), what: str = "picture"
+) -> None:
     """Refuse a file that could not be written, before the work that leads to it.
 
     Args:
         path: None and "-" always pass. option: that named it. endings: allowed, () for all.
+        what: it is to be.
 
     Raises:
         UsageError: another ending. InputError: its folder is missing or read-only, or it is one.
     """
     if path is None or str(path) == "-":
         return
-    if endings and not path.name.lower().endswith(tuple(endings)):
-        known = " ".join(endings)
-        raise UsageError(
-            f"{option} {path}: unknown picture format; the name ends in one of {known}"
-        )
     if path.is_dir():
         raise InputError(f"{option} names a folder", file=str(path), expected="a file")
+    if endings and not path.name.lower().endswith(tuple(endings)):
+        known = " ".join(endings)
+        raise UsageError(f"{option} {path}: unknown {what} format; the name ends in one of {known}")
     if not path.parent.is_dir():
         raise InputError(f"{option}: no folder {path.parent} to write to", file=str(path))
     _check_writable(path.parent, option)

@@ -110,7 +110,7 @@ def _simulate(
 
     read_thresholds(fail or ())
     check_output(gantt, "--gantt", PICTURES)
-    check_output(trace, "--trace")
+    check_output(trace, "--trace", (".json", ".gz"), "trace")
     faults = faults_of(straggler or [], link or [], lose or [])
     plan, carried = read_plan(plan_file)
     problem = _problem_of(plan, carried, str(plan_file), cluster)

@@ -8,7 +8,9 @@ collective has one row for each class that takes part. Legend of shapes: S rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import InputError, UsageError
+from sim.errors import HetlabError, InputError, UsageError
 
 __all__ = ["COLUMNS", "FLOATS", "INTEGERS", "TEXTS", "Spans", "concatenate", "span_name"]
 
@@ -83,23 +85,26 @@ class Spans(msgspec.Struct, frozen=True):
         return b"".join(parts)
 
     def save(self, path: str | Path) -> Path:
-        """Write the table; the name chooses the form.
+        """Write the table, whole or not at all; the name chooses the form.
 
         Args:
             path: ".npz" (numpy only) or ".parquet" (needs pyarrow).
 
         Raises:
-            UsageError: another ending, or pyarrow is not installed.
+            UsageError: another ending, or pyarrow is not installed. InputError: it cannot be
+                written.
         """
         path = Path(path)
         if path.suffix == ".parquet":
             from sim.report.frame import write_parquet
 
-            write_parquet(self, path)
+            with _beside(path) as file:
+                write_parquet(self, file)
         elif path.suffix == ".npz":
             arrays: dict[str, Any] = dict(self.columns)
             arrays |= {f"{k}.names": np.array(self.names[k], np.str_) for k in TEXTS}
-            np.savez_compressed(path, **arrays)
+            with _beside(path) as file, file.open("wb") as opened:
+                np.savez_compressed(opened, **arrays)
         else:
             raise UsageError(f"a span table is saved as .npz or .parquet, not as {path.name!r}")
         return path
@@ -109,24 +114,73 @@ class Spans(msgspec.Struct, frozen=True):
         """Read what ``save`` wrote.
 
         Raises:
-            InputError: the file lacks a column. UsageError: its form cannot be read here.
+            InputError: the file is damaged, no table, or lacks a column. UsageError: its form
+                cannot be read here.
         """
         path = Path(path)
         if path.suffix == ".parquet":
             from sim.report.frame import read_parquet
 
-            return read_parquet(path)
+            with _named(path):
+                return read_parquet(path)
         if path.suffix != ".npz":
             raise UsageError(f"a span table is read from .npz or .parquet, not from {path.name!r}")
-        with np.load(path, allow_pickle=False) as data:
-            lacking = sorted(set(COLUMNS) - set(data.files))
+        with _named(path), path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+            wanted = {*COLUMNS, *(f"{k}.names" for k in TEXTS)}
+            lacking = sorted(wanted - set(data.files))
             if lacking:
                 raise InputError(
                     "not a span table", file=str(path), found="columns " + " ".join(data.files),
                     expected="also " + " ".join(lacking),
                 )  # fmt: skip
-            names = {k: tuple(data[f"{k}.names"].tolist()) for k in TEXTS}
-            return cls({k: data[k] for k in COLUMNS}, names)
+            names = {k: data[f"{k}.names"] for k in TEXTS}
+            columns = {k: data[k] for k in COLUMNS}
+            _check(columns, names)
+            return cls(columns, {k: tuple(v.tolist()) for k, v in names.items()})
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A file to write that then becomes ``path``. Raises InputError: it cannot be written."""
+    file = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield file
+        file.replace(path)
+    except OSError as error:
+        raise InputError(
+            "cannot write it", str(path), found=error.strerror or str(error)
+        ) from error
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in what is said of it."""
+    try:
+        yield
+    except HetlabError:
+        raise
+    except Exception as error:  # a damaged archive fails in very many ways
+        raise InputError(
+            "the span table cannot be read", str(path), found=f"{type(error).__name__}: {error}",
+            expected="what hetlab run or simulate wrote",
+        ) from error  # fmt: skip
+
+
+def _check(columns: dict[str, NDArray[Any]], names: dict[str, NDArray[Any]]) -> None:
+    """Raise ValueError where columns are no table."""
+    rows = columns["start_s"].shape[:1]
+    for name, column in columns.items():
+        kinds = "fiu" if name in FLOATS else "iu"
+        if column.shape != rows or column.dtype.kind not in kinds:
+            raise ValueError(f"column {name} is {column.dtype} of shape {column.shape}")
+    for name, values in names.items():
+        codes = columns[name]
+        if values.ndim != 1 or values.dtype.kind != "U":
+            raise ValueError(f"names of {name} are {values.dtype} of shape {values.shape}")
+        if codes.size and not 0 <= codes.min() <= codes.max() < max(len(values), 1):
+            raise ValueError(f"a code of {name} has no name")
 
 
 def concatenate(tables: Sequence[Spans]) -> Spans:

@@ -134,6 +134,7 @@ def test_a_cluster_without_the_plans_chips(folder: Path, cluster: str, text: str
         (["--gantt", "g.bmp"], 2, "unknown picture format"),
         (["--gantt", "g"], 2, "unknown picture format"),
         (["--gantt", "none/g.png"], 4, "no folder none"),
+        (["--trace", "t.xyz"], 2, "unknown trace format"),
         (["--trace", "none/t.json"], 4, "no folder none"),
         (["--trace", "."], 4, "names a folder"),
         (["--fail-if", "speed>1"], 2, "no metric speed"),

@@ -26,10 +26,14 @@ from real_runtime.compare import compare  # noqa: E402
 from real_runtime.compare_run import moved, read_run  # noqa: E402
 from real_runtime.measure_cli import _calibrate  # noqa: E402
 from sim.errors import InputError  # noqa: E402
+from sim.hardware.build import build_machine  # noqa: E402
+from sim.hardware.catalog import bundled_catalog  # noqa: E402
 from sim.plan.io import save_plan  # noqa: E402
 from sim.plan.lower import lower  # noqa: E402
 from sim.plan.plan import Plan  # noqa: E402
 from sim.problem import load_problem  # noqa: E402
+from sim.spec.cluster import ClusterDoc  # noqa: E402
+from sim.spec.load import Source, validate  # noqa: E402
 
 PROBLEM = recorded.problem_of(recorded.machine())
 CHIP = {
@@ -125,6 +129,16 @@ def test_bundled_chips_are_calibrated(tmp_path: Path, cluster: str) -> None:
         assert peaks[0][name].peak_flops_per_s == peaks[1][name].peak_flops_per_s
 
 
+@pytest.mark.parametrize("cluster", bundled_catalog().names("clusters"))
+def test_largest_and_smallest_factors_give_documents_that_may_be(cluster: str) -> None:
+    document = merged(load_problem(cluster, "llama_tiny", "two_processes").documents["cluster"])
+    every = scales(document)
+    for factor in (100.0, 0.01):
+        factors = [min(factor, s.largest) for s in every]
+        found = scaled(document, every, factors, [""] * len(every))
+        assert build_machine(validate(ClusterDoc, Source(found, "scaled"))).num_chips
+
+
 def test_a_chip_faster_than_its_peak_stops_there_and_says_so(tmp_path: Path) -> None:
     problem = load_problem("v100_t4", "llama_tiny", "two_processes")
     plan = lower(problem, plans.draft_of([[1], [1]], (4,), microbatch=4, cuts=(0, 5, 10)))
@@ -215,7 +229,7 @@ def test_kinds_that_got_worse_are_named(
     monkeypatch.setattr(real_runtime.calibrate, "calibrate", lambda *_: changed)
     pair = [tmp_path / "plan.json", tmp_path / plan.hash]
     with caplog.at_level(logging.WARNING, "hetlab"):
-        _calibrate(pair, out=tmp_path / "better.yaml")
+        _calibrate(tmp_path / "better.yaml", pair)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "SEND_F is predicted worse than before: median error 12.0 %, was 5.0 %"
     ]

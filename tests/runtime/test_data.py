@@ -44,6 +44,12 @@ def test_an_epoch_visits_every_sequence_once_in_an_order_of_its_own(tmp_path: Pa
     assert (again.microbatch(7, 0, 6)[0] == source.microbatch(7, 0, 6)[0]).all()
 
 
+def test_an_id_beyond_int64_is_named_as_it_is(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.full(300, 2**63 + 5, np.uint64))
+    with pytest.raises(InputError, match=f"found {2**63 + 5}; expected 0"):
+        batches(tmp_path / "a.npy").microbatch(0, 0, 1)
+
+
 def test_forms_of_a_token_file(tmp_path: Path) -> None:
     tokens = np.arange(300, dtype="<u2")
     np.save(tmp_path / "a.npy", tokens)
