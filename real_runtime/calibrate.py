@@ -43,6 +43,7 @@ SHORTEST = 1e-6
 STEP = 1e-3
 """Of the numeric derivatives, in logarithms of factors."""
 WIDEST = float(np.log(100.0))
+"""Largest logarithm of a factor, up or down."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from real_runtime.calibrate import Calibration
+from real_runtime.calibrate import WIDEST, Calibration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +26,10 @@ def print_calibration(console: Console, c: Calibration) -> None:
     bound = ", ".join(x.name for x in c.changes if x.bound and x.decided)
     if bound:
         lines.append(f"as large as the cluster's file may say: {bound}")
+    decided = [x for x in c.changes if x.decided]
+    far = ", ".join(x.name for x in decided if abs(math.log(x.factor)) > 0.999 * WIDEST)
+    if far:
+        lines.append(f"at the end of the factors that are tried, so no fit: {far}")
     lines += [
         "",
         f"{'kind':<16}{'median error before':>20}{'after':>9}   of {c.ops} ops, {c.steps} steps",

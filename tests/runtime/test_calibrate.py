@@ -151,9 +151,21 @@ def test_a_chip_faster_than_its_peak_stops_there_and_says_so(tmp_path: Path) -> 
     found = calibrate([(plan, run)], problem.documents["cluster"], "2026-01-31")
     (bound,) = (c for c in found.changes if c.bound)
     assert bound.name == f"{chip['name']} gemm_efficiency" and bound.after <= 1
-    console = Console(file=io.StringIO(), width=200)
+    assert f"as large as the cluster's file may say: {bound.name}" in printed(found)
+    assert "no fit" not in printed(found)
+
+
+def printed(found: Calibration) -> str:
+    console = Console(file=(text := io.StringIO()), width=200)
     print_calibration(console, found)
-    assert f"as large as the cluster's file may say: {bound.name}" in console.file.getvalue()
+    return text.getvalue()
+
+
+def test_factors_at_the_end_of_those_tried_are_named(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, 0.0, uneven())
+    far = msgspec.structs.replace(found.changes[0], factor=0.01)
+    some = msgspec.structs.replace(found, changes=(far, *found.changes[1:]))
+    assert f"so no fit: {far.name}\n" in printed(some)
 
 
 def test_numbers_that_no_op_shows_stay(tmp_path: Path) -> None:
