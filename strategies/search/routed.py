@@ -7,6 +7,7 @@ what closed forms say of it (strategies.expert.step_times), finalists are simula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -65,10 +66,13 @@ def balances(problem: Problem, draft: PlanDraft, choices: Choices) -> list[Balan
     routing = problem.job.routing
     if routing is None or draft.expert.ep == 1:
         return []
+    space = BALANCED.space(problem, draft).values
+    if not space:
+        return []
     popularity = msgspec.convert(routing.numbers, Popularity)
     found = [
         msgspec.structs.replace(k, popularity=popularity, trace=routing.trace)
-        for k in (*BALANCED.space(problem, draft).values, EPLB)
+        for k in (*space, EPLB)
     ]
     if "balanced" in choices.forbid:
         return [k for k in found if k.balancer == "none"]
@@ -141,24 +145,28 @@ def best_balance(
     offered: Sequence[BalancedKnobs],
     imbalance: Imbalance,
     *,
+    below: Callable[[float], float] = lambda least: math.inf,
     contention: bool = True,
     late: Callable[[], bool] = lambda: False,
 ) -> Balanced | None:
     """Simulate a draft under no lending and under the most promising knobs that fit; the fastest.
 
-    None if none fits.
+    None if none fits, or all are far off.
 
     Args:
         problem: see there. draft: with its experts. offered: of ``balances``.
-        imbalance: of the problem. contention: transfers share links.
+        imbalance: of the problem. below: from the least [s] that closed forms add to what they may
+            add at most, beyond which nothing is simulated. contention: transfers share links.
         late: True when no other plan than the one in progress may be simulated.
     """
     added = added_s(draft, offered, imbalance)
     found: list[Balanced] = []
-    lending = 0
+    lending, most = 0, below(min(added.values(), default=0.0))
     for knobs in sorted(offered, key=lambda k: (k.balancer != "none", added[k])):
         if lending == PROMISING or (found and late()):
             break
+        if added[knobs] > most:
+            continue
         start = imbalance.with_routing(draft, knobs)
         full = compose(problem, [("balanced", knobs)], start=start)
         plan = lower(problem, full)

@@ -26,6 +26,8 @@ MOST = 2
 """Most contenders with spread experts that are simulated besides the best of every size."""
 LOOKED = 2
 """Most contenders of a size that closed forms look at, by their estimates."""
+FAR = 1.25
+"""What closed forms put this far above the best is not simulated."""
 
 
 def in_turn(
@@ -100,7 +102,7 @@ def play_routed(
         if contender.draft.expert.ep == 1:
             more, complete = play(problem, [contender], 1, contention=contention, late=late)
         else:
-            more = _balanced(problem, contender, choices, contention, imbalance, late)
+            more = _balanced(problem, contender, choices, contention, imbalance, best, late)
             complete = not late()
         found += more
         best = min([best, *(f.score for f, _ in more)])
@@ -129,14 +131,21 @@ def _balanced(
     choices: Choices,
     contention: bool,
     imbalance: Imbalance,
+    best: float,
     late: Callable[[], bool],
 ) -> list[tuple[Finalist, Contender]]:
-    """A contender with its best balancer; none where it does not fit under any."""
+    """A contender with its best balancer; none where it does not fit under any or all are far."""
+
+    def below(least: float) -> float:
+        near = min(best / contender.price, contender.estimate_s + least)
+        return FAR * near - contender.estimate_s
+
     played = best_balance(
         problem,
         contender.draft,
         balances(problem, contender.draft, choices),
         imbalance,
+        below=below,
         contention=contention,
         late=late,
     )
