@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import threading
 import time
+from collections.abc import Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from real_runtime.checkpoint import Snapshot, snapshot
-from real_runtime.errors import CheckpointError
+from real_runtime.errors import CheckpointError, RunError
 from real_runtime.executor import Executor
 from real_runtime.resume import (
     INDEX,
@@ -39,8 +39,10 @@ from real_runtime.resume import (
     digest_of,
     run_of,
     seal,
+    whole,
 )
-from real_runtime.settings import RunSettings, schedule_length
+from real_runtime.run_folder import remove
+from real_runtime.settings import RunSettings, schedule_length, told_of
 
 __all__ = ["Begun", "Saved", "Saver", "write_tensors"]
 
@@ -103,8 +105,11 @@ class Saver:
         self._saved: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         if self.rank == 0:
             for left in (*folder.glob("step-*.part"), *folder.glob("step-*.old")):
-                shutil.rmtree(left)
+                remove(left)
             folder.mkdir(parents=True, exist_ok=True)
+        # Newer ones than this run went on from are those that it refused.
+        begin = Path(settings.resume).name
+        self._refused = {p for p in complete(folder) if begin and _steps(p.name) > _steps(begin)}
         # What an earlier run left half written is gone before a rank writes there again.
         _together(executor)
 
@@ -134,7 +139,13 @@ class Saver:
 
         Raises:
             CheckpointError: one could not be written.
+            RunError: the ranks could not talk about it, which comes from a death elsewhere.
         """
+        if isinstance(self._error, dist.DistError):
+            raise RunError(
+                f"rank {self.rank} lost the others while the checkpoint after step {self._steps} "
+                f"was written: {self._error}"
+            ) from self._error
         if self._error is not None:
             raise CheckpointError(
                 f"the checkpoint after step {self._steps} could not be written: {self._error}"
@@ -185,7 +196,8 @@ class Saver:
             return
         self._complete([mine, *self._others(copied.steps)], beside, copied.steps)
         _put(beside, target)
-        _drop(self.folder, copied.steps, self.settings.keep)
+        self._refused.discard(target)
+        _drop(self.folder, copied.steps, self.settings.keep, self._refused)
         self._saved.put(Saved(steps=copied.steps, seconds=time.monotonic() - begun))
 
     def _others(self, done: int) -> list[_Written]:
@@ -216,6 +228,7 @@ class Saver:
             files={w.file: w.stored for w in said if w.stored is not None},
             parameters=merged,
             schedule=schedule_length(self.settings),
+            told=told_of(self.settings),
         )
         check_complete(index, str(beside))
         (beside / INDEX).write_bytes(seal(index))
@@ -247,16 +260,21 @@ def _put(beside: Path, target: Path) -> None:
         target.rename(old)
     beside.rename(target)
     _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
-def _drop(folder: Path, done: int, keep: int) -> None:
-    """Drop old checkpoints, and newer ones, which this run refused when it went on."""
-    found = complete(folder)
-    kept = [p for p in found if int(p.name[5:]) <= done][-keep:]
-    for other in found:
-        if other not in kept:
-            shutil.rmtree(other)
+def _drop(folder: Path, done: int, keep: int, refused: Set[Path]) -> None:
+    """Drop old checkpoints, and those that this run refused; broken ones do not count."""
+    mine = {_steps(p.name): p for p in complete(folder) if p not in refused}
+    good = [n for n, p in mine.items() if n == done or (n < done and whole(p))]
+    old = (p for n, p in mine.items() if n > done or n < good[-keep:][0])
+    for path in (*old, *(p for p in refused if p.exists())):
+        remove(path)
+
+
+def _steps(name: str) -> int:
+    """Steps that a checkpoint of this name had done."""
+    return int(name[5:])
 
 
 def _sync(path: Path) -> None:

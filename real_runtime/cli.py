@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sim.cli_output import JsonOption, check_folder, check_output, emit, emit_te
 from sim.errors import UsageError
 
 if TYPE_CHECKING:
+    from real_runtime.run_cluster import ClusterOptions
     from real_runtime.settings import RunSettings
     from sim.plan.plan import Plan
     from sim.problem import Problem
@@ -42,6 +44,7 @@ def _run(
     checkpoint_every: opt.CheckpointEvery = 0,
     keep: opt.Keep = 2,
     resume: opt.Resume = False,
+    overwrite: opt.Overwrite = False,
     restarts: opt.Restarts = 0,
     deadline: opt.Deadline = 120.0,
     trace: opt.Trace = None,
@@ -60,16 +63,23 @@ def _run(
     as_json: JsonOption = False,
 ) -> None:
     """Train a plan, one process per rank: on this machine, or on several by --launcher."""
-    from real_runtime.run_cluster import ClusterOptions, check_options, start_cluster
+    from real_runtime.run_checks import check_numbers, check_paths, check_weights
+    from real_runtime.run_cluster import ClusterOptions, check_options
     from real_runtime.settings import Recipe, RunSettings
 
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other")
+    check_numbers(
+        learning_rate=learning_rate, weight_decay=weight_decay, clip=clip, deadline=deadline
+    )
+    check_paths(PLAN=plan_file, data=data, out=out, weights=weights)
     options = ClusterOptions(
         launcher=launcher, hosts=hosts, port=port, sbatch=tuple(sbatch or ()), submit=submit,
         dry_run=dry_run,
     )  # fmt: skip
     check_options(options, restarts)
     if emulate:
-        _check_rehearsal(launcher, probed, restarts, steps)
+        _check_rehearsal(launcher, probed, restarts)
     plan, problem = _load(plan_file, probed, allow_other_cluster, here=not launcher and not emulate)
     recipe = Recipe(
         learning_rate=learning_rate, warmup=warmup, length=schedule_steps,
@@ -84,17 +94,43 @@ def _run(
     )  # fmt: skip
     if emulate:
         settings = _rehearsed(plan, problem, settings, emulate, pin_cores)
-    _check_data(data, problem, seed)
+    settings = msgspec.structs.replace(settings, data_digest=_check_data(data, problem, seed))
+    check_weights(settings.weights)
     check_folder(out, "--out")
-    check_output(trace, "--trace")
-    if resume:
-        settings = _resumed(plan, settings)
-    if start_cluster(options, plan, problem, settings, as_json):
-        return
-    if dry_run:
-        _print_command(plan, settings)
-        return
-    _train(plan, problem, settings, restarts, trace, as_json)
+    check_output(trace, "--trace", (".json", ".gz"), "trace")
+    _start(options, plan, problem, settings, resume, overwrite, restarts, trace, as_json)
+
+
+def _start(
+    options: ClusterOptions,
+    plan: Plan,
+    problem: Problem,
+    settings: RunSettings,
+    resume: bool,
+    overwrite: bool,
+    restarts: int,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Start what is checked, or say how, while no other run may write to its folder."""
+    from real_runtime.run_cluster import start_cluster
+    from real_runtime.run_folder import check_started_over, held
+
+    out = Path(settings.out)
+    writes = not options.dry_run and (out.is_dir() or not resume)
+    with held(out) if writes else nullcontext():
+        if resume:
+            settings = _resumed(plan, settings)
+        else:
+            check_started_over(out, overwrite)
+        if settings.emulate:
+            _check_steps(settings)
+        if start_cluster(options, plan, problem, settings, as_json):
+            return
+        if options.dry_run:
+            _print_command(plan, settings)
+            return
+        _train(plan, problem, settings, restarts, trace, as_json)
 
 
 def _load(
@@ -115,17 +151,18 @@ def _load(
     return plan, problem
 
 
-def _check_rehearsal(launcher: str, probed: str, restarts: int, steps: int) -> None:
+def _check_rehearsal(launcher: str, probed: str, restarts: int) -> None:
     """Refuse options that an emulation has no use for."""
-    from real_runtime.emulate import CALIBRATION
-
     for name, given in (("launcher", launcher), ("probed", probed), ("restarts", restarts)):
         if given:
             raise UsageError(f"--emulate runs all ranks here, once; leave out --{name}")
-    if steps <= CALIBRATION:
-        raise UsageError(
-            f"--emulate needs more than {CALIBRATION} steps, which find its pace; give --steps"
-        )
+
+
+def _check_steps(settings: RunSettings) -> None:
+    """Refuse an emulation that ends before its pace is known."""
+    from real_runtime.emulate import check_steps
+
+    check_steps(settings)
 
 
 def _rehearsed(
@@ -172,18 +209,20 @@ def _cores(plan: Plan, asked: bool | None) -> tuple[tuple[int, ...], ...]:
     return cores_of(plan.placement.num_ranks, asked)
 
 
-def _check_data(data: Path, problem: Problem, seed: int) -> None:
-    """Refuse data that does not do before anything starts."""
+def _check_data(data: Path, problem: Problem, seed: int) -> str:
+    """Refuse data that does not do before anything starts; return its digest."""
     from real_runtime.data import Batches, open_tokens
+    from real_runtime.preflight import digest_of_data
 
     job, vocab = problem.job, max(b.vocab for b in problem.model.blocks)
     Batches(open_tokens(data), vocab, job.sequence_length, job.global_batch, seed)
+    return digest_of_data(data)
 
 
 def _resumed(plan: Plan, settings: RunSettings) -> RunSettings:
     """The same run from the newest good checkpoint of its folder."""
     from real_runtime.resume import check_resumable
-    from real_runtime.settings import schedule_length
+    from real_runtime.settings import changes, schedule_length
 
     begin, index = check_resumable(
         Path(settings.out) / "checkpoints", plan, settings,
@@ -198,6 +237,9 @@ def _resumed(plan: Plan, settings: RunSettings) -> RunSettings:
             "written; --schedule-steps %d keeps it", length, index.schedule, begin.name,
             index.schedule,
         )  # fmt: skip
+    changed = changes(index.told, settings)
+    if changed:
+        logger.warning("not as where %s was written: %s", begin.name, ", ".join(changed))
     return msgspec.structs.replace(settings, resume=str(begin))
 
 

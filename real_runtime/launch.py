@@ -21,7 +21,8 @@ import msgspec
 
 from real_runtime.cores import usable_cores
 from real_runtime.errors import RunError
-from real_runtime.run_log import SAY, SCALARS
+from real_runtime.run_folder import CHECKPOINTS, check_own, put_aside, remove
+from real_runtime.run_log import EVENTS, SAY, mend
 from real_runtime.settings import RunSettings
 from sim.errors import HetlabError, InputError, StoppedError
 
@@ -30,6 +31,8 @@ __all__ = ["SHARED", "command_line", "launch", "prepare"]
 SHARED = "emulation.shared"
 """File in a run's folder through which its ranks know what emulated links carry."""
 
+LOG = "launch.log"
+"""What torchrun and its ranks said, in a run's folder."""
 FAIL = "hetlab! "
 """Head of the line of a rank that has failed."""
 GRACE = 5.0
@@ -61,7 +64,7 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def prepare(settings: RunSettings, again: bool = False) -> Path:
-    """Write what the ranks read; traces of an earlier run in the folder are removed.
+    """Write what the ranks read; results of an earlier run in the folder are put aside.
 
     Args:
         settings: of the run. again: the same run starts once more and keeps its log.
@@ -70,20 +73,18 @@ def prepare(settings: RunSettings, again: bool = False) -> Path:
         InputError: the folder holds something else.
     """
     folder = Path(settings.out)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "run.json").is_file():
-        raise InputError("--out is not empty and no run's folder", str(folder))
+    check_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("errors", "pids"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        remove(folder / name)
         (folder / name).mkdir()
-    (folder / SHARED).unlink(missing_ok=True)
-    if not settings.resume:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    kept = again or bool(settings.resume)
-    for name in ("events.jsonl", "spans.npz", "launch.log")[kept:]:
-        (folder / name).unlink(missing_ok=True)
-    if not kept:
-        shutil.rmtree(folder / SCALARS, ignore_errors=True)
+    remove(folder / SHARED)
+    if not again:
+        put_aside(folder, goes_on=bool(settings.resume))
+        remove(folder / LOG)
+    elif not settings.resume:
+        remove(folder / CHECKPOINTS)
+    mend(folder / EVENTS)
     (folder / "run.json").write_bytes(msgspec.json.encode(settings))
     return folder
 
@@ -96,7 +97,7 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         show: takes rank 0's progress lines.
 
     Raises:
-        RunError: a rank failed, died or waited too long.
+        RunError: a rank failed, died or waited too long, or torchrun died.
         StoppedError: Ctrl-C, SIGTERM or SIGHUP; no process of the run is left.
         HetlabError: what a rank raised, with its exit code.
     """
@@ -109,15 +110,20 @@ def launch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
 
 def _watch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) -> None:
     """Start torchrun, pass on what it says, and leave none of its processes behind."""
+    command = [
+        sys.executable, "-m", "real_runtime.parent", str(os.getpid()), *command_line(ranks, folder)
+    ]  # fmt: skip
     child = subprocess.Popen(
-        command_line(ranks, folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env=environment(threads), start_new_session=True,
     )  # fmt: skip
     said: list[str] = []
     timer: threading.Timer | None = None
     assert child.stderr is not None
+    watcher = threading.Thread(target=_outlived, args=(child, folder), daemon=True)
+    watcher.start()
     try:
-        with (folder / "launch.log").open("w") as log:
+        with (folder / LOG).open("a") as log:
             for line in child.stderr:
                 if line.startswith(SAY):
                     show(line[len(SAY) :].rstrip())
@@ -134,8 +140,15 @@ def _watch(ranks: int, folder: Path, threads: int, show: Callable[[str], None]) 
         if timer is not None:
             timer.cancel()
         _end(child, folder)
+        watcher.join()
     if code:
-        raise _failure(folder, "".join(said))
+        raise _failure(folder, "".join(said), code)
+
+
+def _outlived(child: subprocess.Popen[str], folder: Path) -> None:
+    """Wait for torchrun; ranks that outlive its death hold its pipe open and must not train on."""
+    if child.wait():
+        _kill_ranks(folder)
 
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -144,18 +157,24 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def _ended_by_signals(folder: Path) -> Iterator[None]:
-    """Let these signals raise StoppedError, with the exit code that shells give."""
+    """Let these signals raise StoppedError, with the exit code that shells give.
+
+    From the first on they are ignored: the process is about to end by itself, with that code.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
+        _heed(signal.SIG_IGN)
+        stopped.append(number)
         sent = signal.Signals(number).name
         name = "interrupted" if number == signal.SIGINT else f"ended by {sent}"
         error = StoppedError(f"{name}; all ranks are stopped, and what was logged is in {folder}")
         error.exit_code = 128 + number
         raise error
 
+    stopped: list[int] = []
     before = {s: signal.getsignal(s) for s in _STOPS}
     _heed(stop)
     for number, handler in before.items():
@@ -164,7 +183,7 @@ def _ended_by_signals(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if not stopped else ():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
@@ -178,9 +197,6 @@ def _heed(handler: Callable[[int, FrameType | None], object] | signal.Handlers) 
 def _end(child: subprocess.Popen[str], folder: Path) -> None:
     """End torchrun and its ranks: by SIGTERM, then for certain."""
     assert child.stderr is not None
-    if child.poll():
-        # Where torchrun itself was killed its ranks live on.
-        _kill_ranks(folder)
     if child.poll() is None:
         child.terminate()
         try:
@@ -195,12 +211,22 @@ def _end(child: subprocess.Popen[str], folder: Path) -> None:
 def _kill_ranks(folder: Path) -> None:
     """End every rank of this run that still lives; each left its process number."""
     for file in (folder / "pids").glob("*"):
+        number = file.read_text()
         with suppress(ProcessLookupError):
-            os.kill(int(file.read_text()), signal.SIGKILL)
+            if number:  # else it is being written
+                os.kill(int(number), signal.SIGKILL)
 
 
-def _failure(folder: Path, said: str) -> HetlabError:
-    """What went wrong first: a rank's own error, else a death, else what a peer noticed."""
+def _failure(folder: Path, said: str, code: int = 1) -> HetlabError:
+    """What went wrong first: a rank's own error, else a death, else what a peer noticed.
+
+    Without torchrun, by its exit code, ranks lose their store; what they say then is no cause.
+    """
+    if not folder.is_dir():
+        return InputError("the run's folder was removed while it ran", str(folder))
+    if code < 0:
+        name = signal.Signals(-code).name
+        return RunError(f"torchrun was ended by {name}; its ranks were stopped")
     failures = [json.loads(f.read_text()) for f in sorted((folder / "errors").glob("*.json"))]
     failures.sort(key=lambda f: (f["peer"], f["unix_s"]))
     killed = _killed(said)
@@ -215,7 +241,7 @@ def _failure(folder: Path, said: str) -> HetlabError:
         return RunError(f"rank {rank} was ended by {name}; its peers were stopped")
     if failures:
         return RunError(failures[0]["text"])
-    return RunError(f"torchrun failed without a word from a rank; see {folder / 'launch.log'}")
+    return RunError(f"torchrun failed without a word from a rank; see {folder / LOG}")
 
 
 def _killed(said: str) -> tuple[int, int] | None:

@@ -15,6 +15,8 @@ import msgspec
 from real_runtime.errors import RunError
 from real_runtime.launch import launch, prepare
 from real_runtime.resume import newest_good
+from real_runtime.run_folder import CHECKPOINTS, put_back
+from real_runtime.run_log import EVENTS
 from real_runtime.settings import RunSettings
 from sim.errors import InputError
 
@@ -40,6 +42,21 @@ def train(
         RunError: a rank died or fell silent once more than that. HetlabError: see ``launch``.
     """
     folder = prepare(settings)
+    try:
+        return _launches(settings, folder, ranks, restarts, show, warn)
+    finally:
+        put_back(folder)  # where no rank began to train
+
+
+def _launches(
+    settings: RunSettings,
+    folder: Path,
+    ranks: int,
+    restarts: int,
+    show: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Path:
+    """Launch until the run is at its end or out of restarts."""
     for left in range(restarts, -1, -1):
         try:
             launch(ranks, folder, settings.threads, show)
@@ -51,7 +68,7 @@ def train(
             begin = Path(settings.resume).name or "the beginning"
             warn(f"{error}; all ranks start again from {begin}")
             prepare(settings, again=True)
-            _log(folder / "events.jsonl", reason=str(error), checkpoint=Path(settings.resume).name)
+            _log(folder / EVENTS, reason=str(error), checkpoint=Path(settings.resume).name)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -68,7 +85,7 @@ def _from_newest(
     def refused(reason: InputError) -> None:
         warn(f"checkpoint refused: {reason}")
 
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     good = newest_good(checkpoints, refused, below=settings.steps)
     if good is None and newest_good(checkpoints, refused) is not None:
         raise error
@@ -76,10 +93,6 @@ def _from_newest(
 
 
 def _log(events: Path, **fields: str) -> None:
-    """Append a restart to the log, after dropping a line that a death cut off."""
-    text = events.read_text() if events.is_file() else ""
-    whole = text[: text.rfind("\n") + 1]
-    line = json.dumps({"event": "restart", "unix_s": time.time(), **fields}) + "\n"
-    beside = events.with_suffix(".part")
-    beside.write_text(whole + line)
-    beside.replace(events)
+    """Append a restart to a log that ends in a whole line, as ``prepare`` leaves it."""
+    with events.open("a") as log:
+        log.write(json.dumps({"event": "restart", "unix_s": time.time(), **fields}) + "\n")

@@ -22,7 +22,7 @@ from sim.plan.plan import Plan
 
 __all__ = [
     "INDEX", "Index", "Piece", "Stored", "StoredFile", "check_complete", "check_resumable",
-    "complete", "digest_of", "newest_good", "read_index", "seal",
+    "complete", "digest_of", "newest_good", "read_index", "seal", "whole",
 ]  # fmt: skip
 
 INDEX = "index.json"
@@ -76,6 +76,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         run: what must be equal for another plan to go on with the same training.
         files: by name. parameters: by name.
         schedule: [steps] after which the learning rate's cosine ended, 0 where nobody wrote it.
+        told: what else the run was told, see ``settings.told_of``; empty where nobody wrote it.
     """
 
     steps: int
@@ -84,6 +85,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     files: dict[str, StoredFile]
     parameters: dict[str, Stored]
     schedule: int = 0
+    told: dict[str, str | float] = {}
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +163,23 @@ def check_files(checkpoint: Path, index: Index) -> None:
     Raises:
         InputError: one is missing, cut off or altered; names it.
     """
+    check_sizes(checkpoint, index)
+    for name, expected in index.files.items():
+        file = checkpoint / name
+        found = digest_of(file).sha256
+        if found != expected.sha256:
+            raise InputError(
+                "a file of the checkpoint was altered", str(file), key="sha256", found=found,
+                expected=expected.sha256,
+            )  # fmt: skip
+
+
+def check_sizes(checkpoint: Path, index: Index) -> None:
+    """Check that every file is there, with its size; reads none.
+
+    Raises:
+        InputError: one is missing or cut off; names it.
+    """
     for name, expected in index.files.items():
         file = checkpoint / name
         if Path(name).name != name:
@@ -173,18 +192,21 @@ def check_files(checkpoint: Path, index: Index) -> None:
                 "a file of the checkpoint is cut off", str(file), found=f"{size} B",
                 expected=f"{expected.nbytes} B",
             )  # fmt: skip
-        found = digest_of(file).sha256
-        if found != expected.sha256:
-            raise InputError(
-                "a file of the checkpoint was altered", str(file), key="sha256", found=found,
-                expected=expected.sha256,
-            )  # fmt: skip
+
+
+def whole(checkpoint: Path) -> bool:
+    """Return whether index and sizes of a checkpoint are right, which takes no reading of it."""
+    try:
+        check_sizes(checkpoint, read_index(checkpoint))
+    except InputError:
+        return False
+    return True
 
 
 def complete(folder: Path) -> list[Path]:
     """Return a folder's checkpoints by steps; what a crash left half written is none."""
     return sorted(
-        (p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)),
+        (p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()),
         key=lambda p: int(p.name[5:]),
     )
 

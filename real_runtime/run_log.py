@@ -12,7 +12,7 @@ from sim.plan.plan import Plan
 from sim.problem import Problem
 from sim.report.basis import basis_of
 
-__all__ = ["EVENTS", "SCALARS", "RunLog", "StepResult", "mfu_at", "say"]
+__all__ = ["EVENTS", "SCALARS", "RunLog", "StepResult", "mend", "mfu_at", "say"]
 
 EVENTS, SCALARS = "events.jsonl", "tensorboard"
 """In a run's folder: one JSON object a line, and the folder of TensorBoard's files."""
@@ -59,6 +59,13 @@ def mfu_at(plan: Plan, problem: Problem) -> float | None:
     return basis.model_flops_per_step / basis.peak_flops_per_s
 
 
+def mend(events: Path) -> None:
+    """Drop the last line of a log where a death cut it off."""
+    if events.is_file():
+        with events.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
 class RunLog:
     """The log of a run; on other ranks than 0 it says nothing.
 
@@ -80,6 +87,8 @@ class RunLog:
         math = plan.mathematics
         self.tokens = math.global_batch * math.sequence_length
         self.ideal_s = mfu_at(plan, problem) if self.speaks else None
+        if self.speaks:
+            mend(folder / EVENTS)
         self._file = (folder / EVENTS).open("a") if self.speaks else None
         self._folder = folder / SCALARS if scalars and self.speaks else None
         self._scalars: _Scalars | None = None

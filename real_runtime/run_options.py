@@ -16,12 +16,15 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 Data = Annotated[
     Path, typer.Option(help="Text (its bytes are the tokens), or token ids: .npy, .bin.")
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Steps to train.")]
+Steps = Annotated[int, typer.Option(min=1, max=2**53, help="Steps to train.")]
 Dtype = Annotated[str, typer.Option(help="bf16, fp32 or fp64; the plan's own when left out.")]
 LearningRate = Annotated[float, typer.Option(min=0.0, help="After warm-up.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")]
+Warmup = Annotated[int, typer.Option(min=0, max=2**53, help="Steps of linear warm-up.")]
 ScheduleSteps = Annotated[
-    int, typer.Option(min=0, help="Steps after which the learning rate's cosine ends, 0: --steps.")
+    int,
+    typer.Option(
+        min=0, max=2**53, help="Steps after which the learning rate's cosine ends, 0: --steps."
+    ),
 ]
 WeightDecay = Annotated[float, typer.Option(min=0.0, help="Of matrices (adamw).")]
 Clip = Annotated[float, typer.Option(min=0.0, help="Largest gradient norm, 0: none.")]
@@ -42,10 +45,15 @@ Keep = Annotated[int, typer.Option(min=1, help="Checkpoints that stay.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest good checkpoint in --out.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Start over although --out holds checkpoints.")
+]
 Restarts = Annotated[
     int, typer.Option(min=0, help="Times to start again from it after a rank died.")
 ]
-Deadline = Annotated[float, typer.Option(min=1.0, help="Seconds a rank waits for others.")]
+Deadline = Annotated[
+    float, typer.Option(min=1.0, max=365 * 86400.0, help="Seconds a rank waits for others.")
+]
 
 # Where it runs.
 Emulate = Annotated[

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["DTYPES", "Recipe", "RunSettings", "learning_rate", "schedule_length"]
+__all__ = [
+    "DTYPES", "WEIGHTS_INDEX", "Recipe", "RunSettings", "changes", "learning_rate",
+    "schedule_length", "told_of",
+]  # fmt: skip
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Where a folder of weights says which file holds which parameter."""
 
 DTYPES = ("bf16", "fp32", "fp64")
 """Compute dtypes of the runtime; fp64 is for parity."""
@@ -38,7 +45,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Everything a rank needs to know.
 
     Args:
-        plan, data: files. out: folder of the run. steps: to train, counted from 0.
+        plan, data: files. data_digest: of the data, see ``preflight.digest_of_data``, or "".
+        out: folder of the run. steps: to train, counted from 0.
         dtype: of products and activations. seed: of weights and of the order of the data.
         deadline: [s] that a rank waits for others before it fails. threads: per rank, 0 for all.
         cores: that each rank is kept on where it computes on the processor, () for any.
@@ -62,6 +70,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     deadline: float = 120.0
     threads: int = 0
     cores: tuple[tuple[int, ...], ...] = ()
+    data_digest: str = ""
     weights: str = ""
     save: bool = False
     kept_spans: int = 50
@@ -78,6 +87,35 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def schedule_length(settings: RunSettings) -> int:
     """Return the steps after which the learning rate's cosine ends."""
     return settings.recipe.length or settings.steps
+
+
+def told_of(settings: RunSettings) -> dict[str, str | float]:
+    """Return what may change where a run goes on, and then changes what it learns; by option."""
+    recipe = settings.recipe
+    data = {"data": settings.data_digest} if settings.data_digest else {}
+    return data | {
+        "learning-rate": recipe.learning_rate,
+        "warmup": float(recipe.warmup),
+        "weight-decay": recipe.weight_decay,
+        "clip": recipe.clip,
+    }
+
+
+def changes(before: Mapping[str, str | float], settings: RunSettings) -> list[str]:
+    """Return what a run that goes on is told otherwise than the one that wrote a checkpoint.
+
+    Args:
+        before: what that one was told. settings: of the run that goes on.
+    """
+
+    def shown(value: str | float) -> str:
+        return value if isinstance(value, str) else f"{value:g}"
+
+    return [
+        f"--{name} is {shown(value)} and was {shown(before[name])}"
+        for name, value in told_of(settings).items()
+        if before.get(name, value) != value
+    ]
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from real_runtime.executor import Executor
 from real_runtime.model.parameters import EMBEDDING, HEAD
 from real_runtime.model.weights import Weight
+from real_runtime.settings import WEIGHTS_INDEX
 from sim.errors import InputError
 
 __all__ = ["INDEX", "StoredWeights", "save_weights"]
 
-INDEX = "model.safetensors.index.json"
+INDEX = WEIGHTS_INDEX
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):

@@ -28,11 +28,13 @@ from real_runtime.emulate_start import calibrate, emulator_of, kept_up
 from real_runtime.errors import RunError
 from real_runtime.executor import Executor
 from real_runtime.launch import FAIL
+from real_runtime.parent import PARENT, bind
 from real_runtime.places import identity
 from real_runtime.preflight import PreflightError
 from real_runtime.preflight_rank import preflight
 from real_runtime.rank import make_executor
 from real_runtime.record import join
+from real_runtime.run_folder import CHECKPOINTS, begun
 from real_runtime.run_log import RunLog
 from real_runtime.settings import RunSettings
 from real_runtime.weight_files import StoredWeights, save_weights
@@ -42,7 +44,7 @@ from sim.problem import problem_from_documents
 
 __all__ = ["SETTINGS", "SPANS", "main"]
 
-SETTINGS, SPANS, CHECKPOINTS = "run.json", "spans.npz", "checkpoints"
+SETTINGS, SPANS = "run.json", "spans.npz"
 """What a run's folder holds."""
 
 
@@ -96,7 +98,10 @@ def run(folder: Path) -> None:
             "start", plan_hash=plan.hash, spec_hash=plan.problem_hash, seed=settings.seed,
             version=plan.version, ranks=size, dtype=settings.dtype, device=device.type,
             steps=settings.steps, threads=torch.get_num_threads(), cores=pinned,
+            emulate=settings.emulate,
         )  # fmt: skip
+        if not rank:
+            begun(folder)
         for note in notes:
             log.write("note", text=note)
             log.say(note)
@@ -165,6 +170,7 @@ def _finish(
 
 def main(folder: str) -> int:
     """Run one rank; an error goes to a file that the launcher reads, and to the exit code."""
+    bind(int(os.environ.get(PARENT, 0)))
     rank = str(identity(os.environ).rank)
     (Path(folder) / "pids" / rank).write_text(str(os.getpid()))
     try:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
 from real_runtime import checkpoint_save  # noqa: E402
 from real_runtime.checkpoint import load  # noqa: E402
 from real_runtime.checkpoint_save import Saver  # noqa: E402
-from real_runtime.errors import CheckpointError  # noqa: E402
+from real_runtime.errors import CheckpointError, RunError  # noqa: E402
 from real_runtime.rank import make_executor  # noqa: E402
 from real_runtime.resume import (  # noqa: E402
     INDEX,
@@ -207,6 +207,33 @@ def test_a_broken_file_is_refused_by_name_and_the_checkpoint_before_is_used(
     found, index = check_resumable(folder, plan, settings, lambda e: refused.append(str(e)))
     assert found.name == "step-00000001" and index.steps == 1
     assert len(refused) == 1 and str(Path("step-00000002") / file) in refused[0], refused
+
+
+@pytest.mark.parametrize(
+    ("resumes", "left"),
+    [(True, ["step-00000001", "step-00000003"]),
+     (False, ["step-00000001", "step-00000002", "step-00000003"])],
+)  # fmt: skip
+def test_a_broken_checkpoint_does_not_count_and_files_of_others_do_no_harm(
+    resumes: bool, left: list[str], kept: Any
+) -> None:
+    folder, plan, settings = kept
+    file = folder / "step-00000002" / "rank-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw if resumes else raw[:-1])  # altered, which takes reading; or cut off
+    for name in ("step-00000099", "step-00000003.part", "step-00000003.old"):
+        (folder / name).write_text("")
+    begin = folder / "step-00000001"
+    if resumes:
+        settings = msgspec.structs.replace(settings, resume=str(begin))
+    executor = make_executor(plan, settings, 0, torch.device("cpu"))
+    assert executor is not None
+    for step in range(load(executor, begin), 3):
+        executor.run_step(step)
+    save(executor, settings, folder, 3, 2)
+    assert sorted(p.name for p in folder.iterdir()) == [*left, "step-00000099"]
+    assert [p.name for p in complete(folder)] == left
 
 
 def test_no_good_checkpoint_is_an_error_and_a_half_written_one_is_none(kept: Any) -> None:
@@ -398,6 +425,13 @@ def test_what_the_writer_cannot_do_is_an_error_at_the_next_step(
     with pytest.raises(CheckpointError, match="after step 1"):
         saver.begin(2)
     assert complete(tmp_path / "checkpoints") == []
+
+
+def test_a_lost_store_is_a_death_elsewhere(executor: Any, tmp_path: Path) -> None:
+    saver = saver_of(executor, tmp_path)
+    saver._error = torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
+    with pytest.raises(RunError, match=r"rank 0 lost the others .*Failed to recv"):
+        saver.check()
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_one(kept: Any) -> None:

@@ -19,6 +19,7 @@ from real_runtime.cli import _resumed
 from real_runtime.errors import RunError
 from real_runtime.restarts import train
 from real_runtime.resume import INDEX, Index, complete, run_of, seal
+from real_runtime.settings import Recipe, told_of
 from real_runtime.summary import last_run
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -95,6 +96,33 @@ def test_a_restart_begins_at_a_checkpoint_that_leaves_steps_and_drops_none(
         train(settings, 1, 1, lambda line: None, lambda line: None)
     assert len(seen) == launches and Path(seen[-1]).name == begins
     assert [int(p.name[5:]) for p in complete(Path(settings.out) / "checkpoints")] == list(steps)
+
+
+def test_a_resumed_run_says_what_else_it_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plans.plan_of(plans.problem_of(), [[1]])
+    before = msgspec.structs.replace(
+        killing.settings_of(tmp_path / "run", plan), data_digest="aa (1 B)"
+    )
+    at = Path(before.out) / "checkpoints" / "step-00000004"
+    at.mkdir(parents=True)
+    index = Index(
+        steps=4, plan_hash=plan.hash, run=run_of(plan, before), files={}, parameters={},
+        schedule=before.steps, told=told_of(before),
+    )  # fmt: skip
+    (at / INDEX).write_bytes(seal(index))
+    with caplog.at_level(logging.WARNING, "hetlab"):
+        _resumed(plan, before)
+        assert not caplog.text
+        recipe = Recipe(learning_rate=2e-2, warmup=3, weight_decay=0.2, clip=0.5)
+        _resumed(plan, msgspec.structs.replace(before, recipe=recipe, data_digest="bb (2 B)"))
+    for words in (
+        "where step-00000004 was written", "--data is bb (2 B) and was aa (1 B)",
+        "--learning-rate is 0.02 and was 0.01", "--warmup is 3 and was 2",
+        "--weight-decay is 0.2 and was 0.1", "--clip is 0.5 and was 1",
+    ):  # fmt: skip
+        assert words in caplog.text
 
 
 @pytest.mark.parametrize(("schedule", "said"), [(0, True), (4, False)])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import plans
 import recorded
 
-from real_runtime.run_log import EVENTS, SCALARS, RunLog, mfu_at
+from real_runtime.run_log import EVENTS, SCALARS, RunLog, mend, mfu_at
 from real_runtime.summary import document_of
 from sim.plan.lower import lower
 from sim.plan.plan import Plan
@@ -54,6 +54,18 @@ def test_a_step_says_loss_rate_utilisation_and_memory(
     said = capsys.readouterr().err
     assert "step 2/2  loss 5.5000" in said and f"MFU {rates['mfu']:.0%}" in said
     assert "1.00 GiB" in said
+
+
+@pytest.mark.parametrize("cut", [b'{"event": "st', b"\xff\x00", b""])
+def test_a_last_line_that_a_death_cut_off_is_dropped(cut: bytes, tmp_path: Path) -> None:
+    plan, problem = planned()
+    (tmp_path / EVENTS).write_bytes(b'{"event": "start"}\n' + cut)
+    log = RunLog(tmp_path, 0, plan, problem, 2)
+    log.write("end")
+    log.close()
+    assert [e["event"] for e in written(tmp_path)] == ["start", "end"]
+    mend(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
