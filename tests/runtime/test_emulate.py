@@ -18,12 +18,13 @@ pytest.importorskip("torch", reason="the runtime needs PyTorch")
 from real_runtime.compare_run import read_run
 from real_runtime.cores import usable_cores
 from real_runtime.emulate import CALIBRATION, Emulation, Flow, Message, emulation, share_of
-from real_runtime.emulate_rank import Board, _message
+from real_runtime.emulate_rank import Board, Emulator, _message
 from real_runtime.program import rank_program
 from real_runtime.restarts import train
+from real_runtime.resume import INDEX, Index, run_of, seal
 from real_runtime.settings import RunSettings
 from sim.cli import main
-from sim.errors import InputError
+from sim.errors import InputError, UsageError
 from sim.hardware.route import path, transfer_time
 from sim.plan.io import save_plan
 from sim.plan.lower import lower
@@ -200,6 +201,33 @@ def test_what_cannot_be_emulated_is_refused(
         assert words in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_resumed_emulation_needs_steps_that_find_its_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(plan := plan_of(problem(), [[1, 1]], (2, 2)), "plan.json")
+    Path("mixed.yaml").write_text(json.dumps(cluster()))
+    same = run_of(plan, RunSettings(plan="", data="", out="", steps=1))
+    index = Index(steps=6, plan_hash=plan.hash, run=same, files={}, parameters={})
+    (checkpoint := Path("hetlab-run", "checkpoints", "step-00000006")).mkdir(parents=True)
+    (checkpoint / INDEX).write_bytes(seal(index))
+    for steps, code in ((7, 2), (10, 2), (11, 0)):
+        assert hetlab("--emulate", "mixed.yaml", "--resume", "--steps", str(steps)) == code
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("has done 6 of them; give --steps of at least 11" in said) == bool(code), said
+
+
+def test_passes_longer_than_the_deadline_say_so_at_once(tmp_path: Path) -> None:
+    found = problem(slow=931.0)
+    plan = plan_of(found, [[1, 1]], (2, 2))
+    what, program = emulation(plan, found), rank_program(plan, 1)
+    emulator = Emulator(what, program, Board(tmp_path / "board", what), 1.0, deadline=1e-6)
+    first = next(i for i, op in enumerate(emulator.passes) if op is not None)
+    emulator.enter(first)
+    with pytest.raises(UsageError, match=r"ranks wait 1e-06 s for each other; give --deadline"):
+        emulator.leave(first)
+
+
 def trained(folder: Path, plan: Plan, emulated: str) -> list[dict[str, Any]]:
     """Train with one thread a rank on two cores at most; return the events of the log."""
     folder.mkdir()
@@ -236,6 +264,7 @@ def test_unlike_replicas_are_as_slow_as_planned_and_train_the_same(tmp_path: Pat
     assert "1 emulated second lasts" in " ".join(done.stderr.split())
     document, events = json.loads(done.stdout), events_of(tmp_path / "hetlab-run")
     said, what = document["emulation"], emulation(plan, found)
+    assert events[0]["emulate"] == "mixed"
     assert document["threads"] == 1 and len(document["cores"]) == 2 * bool(usable_cores())
     assert said["predicted_step_time_s"] == pytest.approx(said["scale"] * what.step_s)
     assert document["step_time_s"] > 0.8 * said["predicted_step_time_s"]

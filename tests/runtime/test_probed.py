@@ -21,6 +21,7 @@ from real_runtime.probed import (
     remember,
     remember_calibrated,
 )
+from sim.cli import main
 from sim.errors import InputError
 from sim.interop.files import yaml_text
 from sim.plan.io import save_plan
@@ -66,7 +67,7 @@ def test_a_plan_for_the_probed_cluster_goes_and_another_is_refused(
     assert caught.value.exit_code == 4
     with caplog.at_level(logging.WARNING, "hetlab"):
         check_probed(its, tmp_path / "its.json", True)
-    assert hashes[1] in caplog.text
+    assert hashes[1] in caplog.text and "--allow-other-cluster" not in caplog.text
     remember(cluster_of(other), other, DATE)  # the newest probe counts
     check_probed(its, tmp_path / "its.json", False)
     with pytest.raises(InputError, match="was probed as"):
@@ -102,7 +103,7 @@ def test_a_calibration_of_the_probed_cluster_describes_the_host_too(tmp_path: Pa
 
 
 def test_a_broken_record_is_named_and_the_next_probe_replaces_it(
-    tmp_path: Path, state: Path
+    tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = cluster_file(tmp_path)
     state.parent.mkdir(parents=True)
@@ -110,8 +111,21 @@ def test_a_broken_record_is_named_and_the_next_probe_replaces_it(
     with pytest.raises(InputError, match="record of hetlab probe cannot be read") as caught:
         check_probed(plan_for(here), tmp_path / "plan.json", False)
     assert str(state) in str(caught.value)
+    with caplog.at_level(logging.WARNING, "hetlab"):
+        check_probed(plan_for(here), tmp_path / "plan.json", True)
+    assert "record of hetlab probe cannot be read" in caplog.text
     remember(cluster_of(here), here, DATE)
     check_probed(plan_for(here), tmp_path / "plan.json", False)
+
+
+def test_more_threads_than_cores_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["probe", "--threads", "100000"])
+    assert left.value.code == 2 and not list(tmp_path.glob("*.yaml"))
+    assert "--threads 100000: this process may use" in " ".join(capsys.readouterr().err.split())
 
 
 def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -131,6 +145,8 @@ def test_the_bundled_example_after_a_probe(tmp_path: Path) -> None:
     assert refused.returncode == 4 and not refused.stdout, said
     assert "two_processes" in said and f"from {here} on {DATE}" in said, said
     assert "--allow-other-cluster" in said
+    wrong = run(tmp_path, "--allow-other-cluster", "--trace", "t.xyz")
+    assert wrong.returncode == 2 and "unknown trace format" in " ".join(wrong.stderr.split())
     for more in (("--allow-other-cluster",), ("--probed", "two_processes")):
         done = run(tmp_path, *more)
         assert done.returncode == 0 and "torch.distributed.run" in done.stdout, done.stderr
