@@ -224,7 +224,7 @@ def test_unknown_profile_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean A100-SXM4-80GB") as caught:
         bundled_catalog().accelerator("a100-sxm-80gb")
     assert "H100-SXM5-80GB" in caught.value.expected
-    with pytest.raises(InputError, match="did you mean .*V100-SXM2-16GB"):
+    with pytest.raises(InputError, match=r"did you mean .*V100-SXM2-16GB"):
         bundled_catalog().accelerator("v100")
     for name in ("../accelerators/T4", "", "T4.yaml", "*"):
         with pytest.raises(InputError, match="no profile"):
